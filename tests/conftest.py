@@ -1,0 +1,13 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Return the root of the checkout."""
+    return Path(__file__).resolve().parent.parent
