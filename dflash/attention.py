@@ -1,0 +1,53 @@
+"""One attention function for every place: flex on CUDA, dense SDPA anywhere, eager for tests. Same shapes and numbers.
+
+Legend: b batch, H query heads, G key/value heads, Q queries, T keys, h head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dflash.errors import DFlashError
+from dflash.masks import MaskLayout, dense_mask, flex_mask
+
+IMPLEMENTATIONS = ("flex", "sdpa", "eager")
+AttentionMask = Tensor | BlockMask | None
+
+
+def choose_attention(name: str, device: torch.device) -> str:
+    """Return the implementation for `name`; "auto" is flex on CUDA and sdpa elsewhere.
+
+    Raises DFlashError for flex on a device where torch cannot train it, rather than running something slower.
+    """
+    if name == "auto":
+        return "flex" if device.type == "cuda" else "sdpa"
+    if name not in IMPLEMENTATIONS:
+        raise DFlashError(f"{name!r} is not one of {', '.join(IMPLEMENTATIONS)}", where="attention", fix="Use auto.")
+    if name == "flex" and device.type != "cuda":
+        raise DFlashError(f"flex attention has no backward on {device.type}", where="attention", fix="Use sdpa there.")
+    return name
+
+
+def build_mask(anchors_bN: Tensor, layout: MaskLayout, implementation: str) -> Tensor | BlockMask:
+    """Return the training mask in the form that `implementation` takes."""
+    return flex_mask(anchors_bN, layout) if implementation == "flex" else dense_mask(anchors_bN, layout)
+
+
+def block_attention(q_bHQh: Tensor, k_bGTh: Tensor, v_bGTh: Tensor, mask: AttentionMask, implementation: str) -> Tensor:
+    """Return softmax(q k^T / sqrt(h) + mask) v as (b, H, Q, h); `mask` None lets every query see every key."""
+    scale = q_bHQh.shape[-1] ** -0.5
+    if implementation == "flex":
+        assert mask is None or isinstance(mask, BlockMask)
+        return flex_attention(q_bHQh, k_bGTh, v_bGTh, block_mask=mask, scale=scale, enable_gqa=True)  # type: ignore[return-value]
+    assert mask is None or isinstance(mask, Tensor)
+    groups = q_bHQh.shape[1] // k_bGTh.shape[1]
+    k, v = k_bGTh.repeat_interleave(groups, dim=1), v_bGTh.repeat_interleave(groups, dim=1)
+    if implementation == "sdpa":
+        return F.scaled_dot_product_attention(q_bHQh, k, v, attn_mask=mask, scale=scale)
+    scores = (q_bHQh.float() @ k.float().transpose(-1, -2)) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q_bHQh.dtype)

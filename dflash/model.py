@@ -1,0 +1,183 @@
+"""The DFlash drafter: draft layers whose keys and values come from the target's features and from the block itself.
+
+Legend: b batch, T context tokens, Q block tokens (N anchors x B slots in training, B at decode), D model width,
+C = taps x D, H query heads, G key/value heads, h head width.
+Source: arXiv 2602.06036, section 4; tensor names are those of the published z-lab checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash.attention import AttentionMask, block_attention
+from dflash.config import DrafterConfig
+
+KeyValues = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * wide.to(x.dtype)
+
+
+def rotation(positions_bL: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Return cos and sin as (b, 1, L, h). Angles are float32: bf16 ones drift with the position (Automodel#2859)."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions_bL.device, dtype=torch.float32) / head_dim)
+    angle = positions_bL.float()[:, None, :, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, rope: Rotation) -> Tensor:
+    """Apply RoPE (half-split convention, as Llama and Qwen in transformers)."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class DraftAttention(nn.Module):
+    """Attention whose keys and values have two sources, projected by the same matrices: context, then the block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        D, h, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = h
+        self.q_proj = nn.Linear(D, config.num_attention_heads * h, bias=bias)
+        self.k_proj = nn.Linear(D, config.num_key_value_heads * h, bias=bias)
+        self.v_proj = nn.Linear(D, config.num_key_value_heads * h, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * h, D, bias=bias)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps)
+        self.k_norm = RMSNorm(h, config.rms_norm_eps)
+
+    def _heads(self, x_bLD: Tensor) -> Tensor:
+        return x_bLD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def key_values(self, x_bLD: Tensor, rope: Rotation) -> KeyValues:
+        """Return rotated keys and values (b, G, L, h) of context features or of normed block states."""
+        k = rotate(self.k_norm(self._heads(self.k_proj(x_bLD))), rope)
+        return k, self._heads(self.v_proj(x_bLD))
+
+    def forward(
+        self, x_bQD: Tensor, rope: Rotation, context: KeyValues, mask: AttentionMask, implementation: str
+    ) -> Tensor:
+        q = rotate(self.q_norm(self._heads(self.q_proj(x_bQD))), rope)
+        k, v = self.key_values(x_bQD, rope)
+        k, v = torch.cat((context[0], k), dim=2), torch.cat((context[1], v), dim=2)
+        out_bHQh = block_attention(q, k, v, mask, implementation)
+        return self.o_proj(out_bHQh.transpose(1, 2).flatten(2))
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm block. The context passes neither input_layernorm nor o_proj nor the MLP."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x_bQD: Tensor, rope: Rotation, context: KeyValues, mask: AttentionMask, implementation: str
+    ) -> Tensor:
+        x_bQD = x_bQD + self.self_attn(self.input_layernorm(x_bQD), rope, context, mask, implementation)
+        return x_bQD + self.mlp(self.post_attention_layernorm(x_bQD))
+
+
+class DFlashDraftModel(nn.Module):
+    """Drafter without head and embedding, which are the target's.
+
+    Training calls it whole; decoding calls `context_key_values` once for each verified token and `draft` for each
+    block, so both run the same lines.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def initialise(self, seed: int, head_VD: Tensor) -> None:
+        """Draw every matrix from N(0, initializer_range) with a generator of its own; norms start at 1, biases at 0.
+
+        The final norm starts at 4 / (sqrt(D) * rms |head row|). A fresh drafter's state points along the mask token's
+        embedding, which with a tied head is a row: its logit begins at 4 instead of sqrt(D) * |row|. On SmolLM2 the
+        loss then begins at 12.4 (uniform: 10.8); with the norm at 1 it began at 74 and training had to undo that.
+        The generator is on the CPU, so that the same seed gives the same weights on every device.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    drawn = torch.empty(parameter.shape).normal_(
+                        0.0, self.config.initializer_range, generator=generator
+                    )
+                    parameter.copy_(drawn)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            row = float(head_VD.float().square().sum(1).mean().sqrt())
+            self.norm.weight.fill_(4.0 / (self.config.hidden_size**0.5 * row))
+
+    def context_key_values(self, features_bTC: Tensor, positions_bT: Tensor) -> list[KeyValues]:
+        """Return each layer's keys and values of the context, from target features at `positions_bT`."""
+        context_bTD = self.hidden_norm(self.fc(features_bTC))
+        rope = rotation(positions_bT, self.config.head_dim, self.config.rope_theta, context_bTD.dtype)
+        return [cast(DraftLayer, layer).self_attn.key_values(context_bTD, rope) for layer in self.layers]
+
+    def draft(
+        self,
+        embeddings_bQD: Tensor,
+        positions_bQ: Tensor,
+        context: Sequence[KeyValues],
+        masks: Sequence[AttentionMask],
+        implementation: str,
+    ) -> Tensor:
+        """Return the normed states (b, Q, D) of block tokens, ready for the target's head."""
+        rope = rotation(positions_bQ, self.config.head_dim, self.config.rope_theta, embeddings_bQD.dtype)
+        x_bQD = embeddings_bQD
+        for layer, key_values, mask in zip(self.layers, context, masks, strict=True):
+            x_bQD = layer(x_bQD, rope, key_values, mask, implementation)
+        return self.norm(x_bQD)
+
+    def forward(
+        self,
+        features_bTC: Tensor,
+        embeddings_bQD: Tensor,
+        positions_bQ: Tensor,
+        masks: Sequence[AttentionMask],
+        implementation: str,
+    ) -> Tensor:
+        """Return the states (b, Q, D) of all blocks of a sequence; the context stands at positions 0..T-1."""
+        positions_1T = torch.arange(features_bTC.shape[1], device=features_bTC.device)[None]
+        context = self.context_key_values(features_bTC, positions_1T)
+        return self.draft(embeddings_bQD, positions_bQ, context, masks, implementation)
