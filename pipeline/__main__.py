@@ -1,0 +1,135 @@
+"""`python -m pipeline train` and `python -m pipeline generate`: arguments in, exit code out.
+
+0 done, 2 bad configuration or data, 3 environment not fit, 4 verification failed, 5 interrupted but resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from pipeline import commands
+from pipeline.stages import STAGES, one_line
+
+_INTERRUPTED = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code. Errors that a person can mend are one line on stderr; --debug adds the traceback."""
+    options = _parse(arguments)
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        if options.command == "train":
+            return commands.train(
+                Path(options.config),
+                options.overrides,
+                only=options.stage,
+                start_from=options.start_from,
+                force=options.force,
+            )
+        return commands.generate(options.run, options.prompt, options.max_new_tokens)
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError):
+            _drop(sys.stdout)
+        code = _exit_code(error)
+        if options.debug:
+            traceback.print_exc()
+        elif code is None:
+            raise
+        _say(_message(error))
+        return 1 if code is None else code
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit_code(error: BaseException) -> int | None:
+    """Return the exit code of an error that one line explains, None for one that is our own fault."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return 1
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        return 3
+    return None
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted. The same command goes on from the last finished stage or checkpoint."
+    if isinstance(error, BrokenPipeError):
+        return "the reader of the output went away."
+    if isinstance(error, OSError) and not hasattr(error, "exit_code"):
+        place = f"{error.filename}: " if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "Make room" if full else "Make it writable, or choose another place"
+        what = (error.strerror or str(error)).lower()
+        return f"{place}{what}. {fix} (DFLASH_CACHE, DFLASH_RUNS) and run the command again."
+    return one_line(error)
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    """Send a stream whose reader is gone to nowhere; Python flushes it once more at exit and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Treat SIGTERM like Ctrl-C; a stage that can save first has its own handler (pipeline.interrupts)."""
+    raise KeyboardInterrupt
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline", description="Train a DFlash drafter and prove what it does."
+    )
+    commands_parser = parser.add_subparsers(dest="command", required=True, metavar="train | generate")
+
+    train = commands_parser.add_parser("train", help="cache, train and verify; finished stages are skipped")
+    train.add_argument("--config", required=True, metavar="FILE", help="a preset of configs/, or one of your own")
+    train.add_argument("--stage", choices=STAGES, help="run this stage alone")
+    train.add_argument("--from", dest="start_from", choices=STAGES, help="run this stage and the later ones again")
+    train.add_argument("--force", action="store_true", help="run finished stages again, from nothing")
+    train.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    train.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings over those of the file")
+
+    generate = commands_parser.add_parser("generate", help="decode a prompt with a run's drafter")
+    generate.add_argument("--run", required=True, metavar="RUN", help="a run's folder or id, or runs/latest")
+    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="default 64")
+    generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    # argparse stops taking positional arguments at the first option after them; overrides may stand anywhere.
+    options, rest = parser.parse_known_args(arguments)
+    wrong = [text for text in rest if text.startswith("-") or "=" not in text or options.command != "train"]
+    if wrong:
+        parser.error(f"unknown argument {wrong[0]!r}; see python -m pipeline {options.command} --help")
+    if options.command == "train":
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

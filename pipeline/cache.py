@@ -1,0 +1,238 @@
+"""Stage 1: target, prompts, the target's answers, its features, and the compile cache; each kept under a key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from dflash.config import DrafterConfig, spread_layer_ids
+from dflash.taps import extract_features
+from env.caches import CacheDirs
+from pipeline.config import RunConfig
+from pipeline.data import (
+    FeatureShards,
+    ShardWriter,
+    check_files,
+    data_key,
+    published,
+    read_data_manifest,
+    read_samples,
+    write_data_manifest,
+    write_samples,
+)
+from pipeline.errors import DataError
+from pipeline.metrics import progress_bar
+from pipeline.prompts import Prompt, collect_prompts
+from pipeline.regenerate import generate_answers
+from pipeline.rendering import Sample, check_mask_absent, check_supervised, make_sample, render_prompt, supervised_share
+from pipeline.runs import Run, read_manifest
+from pipeline.targets import TargetFolder, check_mask_token, load_target, load_tokenizer, resolve_target
+
+ROOT = Path(__file__).resolve().parent.parent
+SETS = ("train", "held_out", "out_of_domain")
+
+
+def build_cache(run: Run) -> dict[str, Any]:
+    """Return the manifest: where answers, features and compiled code are, under which key, and what they hold."""
+    config, caches = run.config, CacheDirs.from_environment(ROOT)
+    folder = resolve_target(config.target, caches.models, caches.packages)
+    tokenizer = load_tokenizer(folder)
+    check_mask_token(config.drafter.mask_token_id, folder, tokenizer)
+    drafter = drafter_config(config, folder)
+    prompts = collect_prompts(config, caches.packages, tokenizer)
+    device = config.topology.targets[0]
+    _set_threads(device)
+
+    rendered = {
+        name: [(p.id, render_prompt(tokenizer, p.messages, config.data.system_prompt)) for p in _prompts(prompts, name)]
+        for name in SETS
+    }
+    answer_factors = {
+        "target": folder.identity,
+        "dtype": config.target.dtype,
+        "prompts": {name: [list(item) for item in items] for name, items in rendered.items()},
+        "max_answer_tokens": config.data.max_answer_tokens,
+        "generate_batch": config.data.generate_batch,
+    }
+    answers_at = caches.data / f"answers-{data_key(answer_factors)}"
+    target = None
+    answers = read_data_manifest(answers_at)
+    if answers is None:
+        target = load_target(folder, getattr(torch, config.target.dtype), device)
+        answers = _write_answers(config, target, tokenizer, rendered, answers_at, prompts.skipped_too_long)
+    samples = check_supervised(read_samples(answers_at / "train.jsonl"))
+    check_mask_absent(samples, drafter.mask_token_id)
+
+    features_at: Path | None = None
+    if config.data.features == "cached":
+        feature_factors = {
+            "answers": answers_at.name,
+            "target": folder.identity,
+            "taps": list(drafter.target_layer_ids),
+            "shard": config.data.shard_samples,
+        }
+        features_at = caches.data / f"features-{data_key(feature_factors)}"
+        if read_data_manifest(features_at) is None:
+            target = target or load_target(folder, getattr(torch, config.target.dtype), device)
+            _write_features(config, target, samples, drafter, features_at)
+    del target
+    return {
+        "target": {"name": folder.name, "identity": folder.identity},
+        "answers": {
+            "folder": str(answers_at),
+            **{
+                k: answers[k]
+                for k in ("num_samples", "num_tokens", "supervised_share", "skipped_too_long", "answers_cut")
+            },
+        },
+        "features": {
+            "mode": config.data.features,
+            "folder": str(features_at) if features_at else None,
+            "layer_ids": list(drafter.target_layer_ids),
+        },
+        "compile": {"folder": os.environ.get("TORCHINDUCTOR_CACHE_DIR"), **_warm_compile_cache(run, folder, drafter)},
+    }
+
+
+def _prompts(prompts: Any, name: str) -> list[Prompt]:
+    return list(getattr(prompts, name))
+
+
+def _set_threads(device: str) -> None:
+    if device == "cpu":
+        torch.set_num_threads(os.cpu_count() or 1)
+
+
+def drafter_config(config: RunConfig, folder: TargetFolder) -> DrafterConfig:
+    """Return the drafter that the run's configuration asks for on this target."""
+    target = AutoConfig.from_pretrained(folder.path, local_files_only=True)
+    section = config.drafter
+    ids = section.target_layer_ids or spread_layer_ids(target.num_hidden_layers, section.num_taps)
+    changes: dict[str, Any] = {"is_causal": section.is_causal, "sliding_window": section.sliding_window}
+    if section.layer_types:
+        changes["layer_types"] = tuple(section.layer_types)
+    if section.intermediate_size:
+        changes["intermediate_size"] = section.intermediate_size
+    return DrafterConfig.for_target(
+        target,
+        num_hidden_layers=section.num_layers,
+        block_size=section.block_size,
+        mask_token_id=section.mask_token_id,
+        target_layer_ids=tuple(ids),
+        **changes,
+    )
+
+
+def _write_answers(
+    config: RunConfig,
+    target: Any,
+    tokenizer: Any,
+    rendered: dict[str, list[tuple[str, list[int]]]],
+    folder: Path,
+    skipped: int,
+) -> dict[str, Any]:
+    ids = [prompt for _, prompt in rendered["train"]]
+    done = 0
+    with progress_bar("target answers", len(ids)) as bar:
+
+        def advance(answered: int, tokens: int) -> None:
+            nonlocal done
+            bar.advance(answered - done)
+            done = answered
+
+        answers = generate_answers(
+            target,
+            tokenizer,
+            ids,
+            max_new_tokens=config.data.max_answer_tokens,
+            batch_size=config.data.generate_batch,
+            progress=advance,
+        )
+    samples = [
+        make_sample(name, prompt, answer) for (name, prompt), answer in zip(rendered["train"], answers, strict=True)
+    ]
+    with published(folder) as temporary:
+        write_samples(temporary / "train.jsonl", samples)
+        for name in SETS[1:]:
+            write_samples(temporary / f"{name}.jsonl", [make_sample(i, prompt, []) for i, prompt in rendered[name]])
+        return write_data_manifest(
+            temporary,
+            {
+                "num_samples": len(samples),
+                "num_tokens": sum(len(s.input_ids) for s in samples),
+                "supervised_share": round(supervised_share(samples), 4),
+                "skipped_too_long": skipped,
+                "answers_cut": sum(len(a) == config.data.max_answer_tokens for a in answers),
+            },
+        )
+
+
+def _write_features(
+    config: RunConfig, target: Any, samples: list[Sample], drafter: DrafterConfig, folder: Path
+) -> None:
+    with published(folder) as temporary, progress_bar("target features", len(samples)) as bar:
+        writer = ShardWriter(temporary, config.data.shard_samples)
+        for sample in samples:
+            ids = torch.tensor([sample.input_ids], device=target.device)
+            writer.add(extract_features(target, ids, drafter.target_layer_ids)[0])
+            bar.advance()
+        writer.flush()
+        write_data_manifest(temporary, {"places": writer.places, "samples": [s.id for s in samples]})
+
+
+def _warm_compile_cache(run: Run, folder: TargetFolder, drafter: DrafterConfig) -> dict[str, Any]:
+    """Compile every declared shape once, alone, so that the workers' warm-up finds it on disk."""
+    from pipeline.warmup import compile_once
+
+    return compile_once(run.config, folder, drafter)
+
+
+@dataclass(frozen=True)
+class CachedData:
+    """What the later stages read of stage 1."""
+
+    target: TargetFolder
+    drafter: DrafterConfig
+    samples: list[Sample]
+    features: FeatureShards | None
+    answers_key: str
+    prompts: dict[str, list[Sample]]
+
+
+def load_cached(run: Run) -> CachedData:
+    """Return the data that the cache stage's manifest names, its checksums verified.
+
+    Raises DataError when something of it was changed or removed since.
+    """
+    manifest = read_manifest(run.manifest_path("cache"))
+    again = "Rebuild it: invoke train --from-stage cache."
+    if manifest is None:
+        raise DataError("has no cache stage", where=run.id, fix=again)
+    caches = CacheDirs.from_environment(ROOT)
+    folder = resolve_target(run.config.target, caches.models, caches.packages)
+    if folder.identity != manifest["target"]["identity"]:
+        raise DataError("the target's files changed since the cache stage", where=str(folder.path), fix=again)
+    drafter = drafter_config(run.config, folder)
+    answers_at = Path(manifest["answers"]["folder"])
+    places = [answers_at] + ([Path(manifest["features"]["folder"])] if manifest["features"]["folder"] else [])
+    found = {}
+    for place in places:
+        content = read_data_manifest(place)
+        if content is None:
+            raise DataError("is gone or incomplete", where=str(place), fix=again)
+        check_files(place, content)
+        found[place] = content
+    features = FeatureShards(places[1], found[places[1]]) if len(places) > 1 else None
+    return CachedData(
+        target=folder,
+        drafter=drafter,
+        samples=check_supervised(read_samples(answers_at / "train.jsonl")),
+        features=features,
+        answers_key=answers_at.name,
+        prompts={name: read_samples(answers_at / f"{name}.jsonl") for name in SETS[1:]},
+    )

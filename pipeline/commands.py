@@ -1,0 +1,163 @@
+"""What the command line does: the flow of `train` and of `generate`. No torch before the cache variables are set."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from env.caches import CacheDirs, cache_key, environment_for_compile
+from env.doctor import preflight
+from env.errors import EnvError
+from env.fingerprint import fingerprint, source_hash
+from env.installed import Finding
+from pipeline.config import RunConfig, load_config
+from pipeline.errors import ConfigError, VerificationFailed
+from pipeline.files import atomic_write_json
+from pipeline.report import shown, write_report
+from pipeline.runs import Run, find_run, lock_run, open_run, read_manifest
+from pipeline.stages import Stage, run_stages
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(
+    config_path: Path,
+    overrides: list[str],
+    *,
+    only: str | None = None,
+    start_from: str | None = None,
+    force: bool = False,
+    root: Path = ROOT,
+    checks: Callable[[Path], list[Finding]] = preflight,
+    functions: Mapping[str, Stage] | None = None,
+) -> int:
+    """Run the stages of a configuration, write the report, print what was proved and return 0.
+
+    checks     what must hold before anything is written; an error among the findings is exit 3
+    functions  the stages, when they are not the real ones
+    Raises what a stage raises; the report is written in any case.
+    """
+    config = load_config(config_path, overrides)
+    _check_environment(root, checks)
+    caches = CacheDirs.from_environment(root)
+    hash_of_source = source_hash(root)
+    run = open_run(config, caches.runs, fingerprint(root))
+    with lock_run(run):
+        if functions is None:
+            set_cache_variables(config, caches, compile_factors(root))
+            functions = _real_stages()
+        say(f"run {_relative(run.folder)}")
+        failure: VerificationFailed | None = None
+        try:
+            run_stages(
+                run, functions, only=only, start_from=start_from, force=force, source_hash=hash_of_source, log=say
+            )
+        except VerificationFailed as error:
+            failure = error
+        except BaseException:
+            with contextlib.suppress(Exception):  # the report must not hide why the run stopped
+                write_report(run, run.report_path)
+            raise
+        write_report(run, run.report_path)
+        _print_summary(run)
+        if failure is not None:
+            raise failure
+    return 0
+
+
+def generate(path: str, prompt: str, max_new_tokens: int, *, root: Path = ROOT) -> int:
+    """Decode a prompt with the drafter of a run and return 0."""
+    caches = CacheDirs.from_environment(root)
+    run = find_run(path, caches.runs)
+    if not run.drafter_dir.is_dir():
+        raise ConfigError("the run has no drafter yet", where=path, fix="Finish its training first: invoke train.")
+    set_cache_variables(run.config, caches, compile_factors(root))
+    from pipeline.generate import generate as decode
+
+    decode(run, prompt, max_new_tokens)
+    return 0
+
+
+def compile_factors(root: Path) -> dict[str, str]:
+    """Return what compiled code depends on in this environment.
+
+    The GPU's capability is among it, which only torch knows for certain, and the cache variables, which depend on it,
+    must be set before torch is imported here: so a child process asks torch. Raises EnvError when that fails.
+    """
+    script = "import json, sys; from env.caches import default_factors; print(json.dumps(default_factors(sys.argv[1])))"
+    command = [sys.executable, "-c", script, source_hash(root)]
+    child = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if child.returncode != 0:
+        last = (child.stderr.strip().splitlines() or [f"exit {child.returncode}"])[-1]
+        raise EnvError(f"torch cannot be used ({last})", where=sys.executable, fix="Run invoke doctor.")
+    factors: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    return factors
+
+
+def set_cache_variables(config: RunConfig, caches: CacheDirs, factors: Mapping[str, str]) -> str:
+    """Point every compiler cache of this process at the folder of its key, and return the key."""
+    drafter = json.dumps(config.drafter.model_dump(mode="json"), sort_keys=True)
+    drafter_hash = hashlib.sha256(drafter.encode()).hexdigest()[:16]
+    key, named = cache_key({**factors, "drafter": drafter_hash})
+    folder = caches.compile / key
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(folder / "factors.json", named)
+    os.environ.update(environment_for_compile(folder))
+    return key
+
+
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def _check_environment(root: Path, checks: Callable[[Path], list[Finding]]) -> None:
+    findings = checks(root)
+    for finding in findings:
+        print(finding, file=sys.stderr, flush=True)
+    errors = [finding for finding in findings if finding.level == "error"]
+    if errors:
+        count = "1 fault" if len(errors) == 1 else f"{len(errors)} faults"
+        raise EnvError(f"the environment is not fit ({count} above)", fix="Mend them and run the command again.")
+
+
+def _real_stages() -> dict[str, Stage]:
+    from pipeline.cache import build_cache
+    from pipeline.train import train as train_drafter
+    from pipeline.verify import verify
+
+    return {"cache": build_cache, "train": train_drafter, "verify": verify}
+
+
+def _print_summary(run: Run) -> None:
+    console = Console(highlight=False)
+    found: Mapping[str, Any] = read_manifest(run.verify_path) or {}
+    gates = found.get("gates") or []
+    if gates:
+        table = Table("gate", "value", "limit", "verdict", box=None, pad_edge=False)
+        for gate in gates:
+            verdict = str(gate.get("verdict"))
+            style = {"pass": "green", "fail": "bold red"}.get(verdict, "")
+            values = (Text(shown(gate.get(field))) for field in ("value", "limit"))
+            table.add_row(Text(str(gate.get("name"))), *values, Text(verdict, style=style))
+        console.print(table)
+    passed = sum(gate.get("verdict") == "pass" for gate in gates)
+    proved = f"{passed} of {len(gates)} gates passed" if gates else "not verified yet"
+    say(f"{_relative(run.folder)}: {proved}. The whole story is in {_relative(run.report_path)}.")
+
+
+def _relative(path: Path) -> str:
+    """Return the path as a person here would type it; one far away stays absolute."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.path.join("..", "..")) else relative

@@ -1,0 +1,97 @@
+"""AdamW on float32 masters, and the learning rate's schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import TrainConfig
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Return the rate of step `step` (from 0): linear warm-up, then cosine down to min_lr_ratio of the peak."""
+    warmup = max(1, round(config.warmup_ratio * config.steps))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+class MasterAdamW:
+    """AdamW whose weights are float32 whatever the model's dtype.
+
+    A float32 model is its own master. Otherwise gradients are added up in float32 after each micro-batch, and the
+    model gets a rounded copy after each step. Decay acts on matrices only.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        named = list(model.named_parameters())
+        self.names = [name for name, _ in named]
+        self.working = [parameter for _, parameter in named]
+        self._shared = all(p.dtype == torch.float32 for p in self.working)
+        self.masters = self.working if self._shared else [nn.Parameter(p.detach().float()) for p in self.working]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        matrices = [p for p in self.masters if p.dim() >= 2]
+        vectors = [p for p in self.masters if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, foreach=True)
+        self._clip = config.clip_norm
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The float32 gradients, in the order of `names`; sums of numerators until `step` divides them."""
+        return [p.grad for p in self.masters if p.grad is not None]
+
+    def collect(self) -> None:
+        """Add the model's gradients of one micro-batch to the float32 sums."""
+        if not self._shared:
+            fresh = [p.grad for p in self.working if p.grad is not None]
+            torch._foreach_add_(self.gradients, fresh)
+            torch._foreach_zero_(fresh)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, denominator: Tensor) -> Tensor:
+        """Divide the summed gradients by `denominator`, clip, update, zero; return the norm before clipping (scalar).
+
+        Everything stays on the device: nothing here waits for it.
+        """
+        gradients = self.gradients
+        torch._foreach_mul_(gradients, 1.0 / denominator.clamp(min=1e-12))
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        torch._foreach_zero_(gradients)
+        self._publish()
+        return norm
+
+    def _publish(self) -> None:
+        if not self._shared:
+            torch._foreach_copy_(list[Tensor](self.working), list[Tensor](self.masters))
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return weights and optimizer state by name, for a checkpoint."""
+        moments: dict[str, Tensor] = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            for key, value in self._adamw.state.get(master, {}).items():
+                moments[f"{name}.{key}"] = value.detach()
+        weights = {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
+        return {"weights": weights, "optimizer": moments}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `tensors` returned. Raises KeyError when a name is missing."""
+        moments = tensors["optimizer"]
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(tensors["weights"][name])
+            state = {key: moments[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            self._adamw.state[master] = {
+                key: value.clone() if key == "step" else value.clone().to(master.device) for key, value in state.items()
+            }
+        self._publish()

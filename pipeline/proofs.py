@@ -1,0 +1,235 @@
+"""Proofs that need the models: compiled equals dense, train equals decode, lossless decoding, tau, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash.acceptance import chained_walk, layer_masks, pooled_tau
+from dflash.checkpoint import load_drafter
+from dflash.compile import CompileGate
+from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode
+from dflash.model import DFlashDraftModel
+from dflash.taps import extract_features
+from pipeline.batches import BatchPlan, Collator, MicroBatch
+from pipeline.cache import CachedData
+from pipeline.config import RunConfig
+from pipeline.gates import Gate
+from pipeline.rendering import Sample
+from pipeline.replica import Borrowed, Replica
+from pipeline.topology import CachedFeatures
+
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+"""Largest difference over the largest value, of states or gradients, in the dtype of the compiled side."""
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Return max |a - b| / max |b|, in float32."""
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-12))
+
+
+def compiled_equals_dense(
+    config: RunConfig, data: CachedData, target: Any, trained: DFlashDraftModel, device: torch.device
+) -> Gate:
+    """The compiled body with its attention, and the fused head, against dense attention and a plain cross-entropy in
+    float32, on a real batch: states and every gradient."""
+    gate = CompileGate(workers=1, backend=config.compile.backend)
+    dtype = next(trained.parameters()).dtype
+    replica = Replica("verify", config, data.drafter, trained, Borrowed.of(target, device, dtype), device, gate)
+    plan = BatchPlan(
+        [len(s.input_ids) for s in data.samples], config.data.buckets, config.train.batch_size, config.seed
+    )
+    first = plan.step(0)
+    batch = (
+        Collator(config, data.drafter, data.samples)
+        .collate(first.epoch, first.bucket, first.indices[: config.train.micro_batch])
+        .to(device)
+    )
+    features = _features(config, data, target, batch, device, dtype)
+    with gate.worker("verify"):
+        states: list[Tensor] = []
+
+        def run() -> None:
+            with torch.no_grad():
+                states.append(replica.states(batch, features))
+            replica.forward_backward(batch, features)
+
+        gate.warm_up(run)
+    gate.close()
+    dense_states, dense_gradients = dense_step(replica, batch, features.float())
+    rows = batch.rows.index_R
+    difference = relative_difference(states[0].flatten(0, 1)[rows], dense_states.flatten(0, 1)[rows])
+    by_name = zip(replica.optimizer.names, replica.optimizer.gradients, dense_gradients, strict=True)
+    worst, name = max((relative_difference(mine, theirs), n) for n, mine, theirs in by_name)
+    limit = LIMITS[dtype]
+    value = max(difference, worst)
+    return Gate(
+        "compiled equals dense",
+        float(f"{value:.2e}"),
+        f"<= {limit:g} relative",
+        value <= limit,
+        f"states {difference:.1e}; gradients {worst:.1e} at {name}; {replica.attention} against eager",
+    )
+
+
+def dense_step(replica: Replica, batch: MicroBatch, features_bSC: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return states (b, Q, D) and gradients of the loss numerator, computed the plain way in float32: no compile, dense
+    softmax attention, whole logits."""
+    model = DFlashDraftModel(replica.drafter).to(replica.device)
+    model.load_state_dict(replica.model.state_dict())
+    head = replica.borrowed.head_VD.float()
+    embeddings = (
+        F.embedding(batch.noise_bQ, replica.borrowed.embedding_VD).float() * replica.drafter.input_embedding_scale
+    )
+    masks = layer_masks(model, batch.anchors_bN, features_bSC.shape[1], "eager")
+    states = model(features_bSC, embeddings, batch.positions_bQ, masks, "eager")
+    rows, K = batch.rows, replica.drafter.block_size
+    loss_R = F.cross_entropy(states.flatten(0, 1)[rows.index_R] @ head.T, rows.label_R, reduction="none")
+    places = states.shape[0] * states.shape[1]
+    loss_MK = torch.zeros(places, device=loss_R.device).index_put((rows.index_R,), loss_R.detach()).view(-1, K)
+    valid_MK = torch.zeros(places, device=loss_R.device).index_fill(0, rows.index_R, 1.0).bool().view(-1, K)
+    weight_R = replica.weighting.slot_weights(loss_MK, valid_MK).flatten()[rows.index_R]
+    (weight_R * loss_R).sum().backward()
+    return states.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _features(
+    config: RunConfig, data: CachedData, target: Any, batch: MicroBatch, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    if data.features is None:
+        return extract_features(target, batch.tokens_bS.to(target.device), data.drafter.target_layer_ids).to(
+            device, dtype
+        )
+    return CachedFeatures(data.features, data.drafter.feature_size)(0, batch, config.train.micro_batch, device, dtype)
+
+
+@dataclass(frozen=True)
+class DecodedSet:
+    """One set of prompts decoded both ways in float32, with the features of the whole texts."""
+
+    name: str
+    prompts: list[list[int]]
+    plain: list[list[int]]
+    speculative: list[Decoded]
+    features: list[Tensor]
+
+    @property
+    def tau(self) -> float:
+        return pooled_tau([len(d.tokens) for d in self.speculative], [len(d.accepted) for d in self.speculative])
+
+
+def decode_set(
+    name: str,
+    target: Any,
+    drafter: DFlashDraftModel,
+    samples: Sequence[Sample],
+    *,
+    max_new_tokens: int,
+    eos_ids: set[int],
+    advance: Callable[[], None],
+) -> DecodedSet:
+    """Decode each prompt plainly and speculatively. Both run here, one after the other, on the same weights."""
+    found = DecodedSet(name, [], [], [], [])
+    for sample in samples:
+        prompt = sample.input_ids
+        plain = greedy_decode(target, prompt, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+        found.prompts.append(prompt)
+        found.plain.append(plain)
+        found.speculative.append(
+            speculative_decode(target, drafter, prompt, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+        )
+        ids = torch.tensor([[*prompt, *plain]], device=target.device)
+        found.features.append(extract_features(target, ids, drafter.config.target_layer_ids))
+        advance()
+    return found
+
+
+def lossless(sets: Sequence[DecodedSet]) -> Gate:
+    """Speculative and plain greedy decoding give the same tokens, in float32, token for token."""
+    pairs = [
+        (s.name, i, d.tokens, p) for s in sets for i, (d, p) in enumerate(zip(s.speculative, s.plain, strict=True))
+    ]
+    different = [
+        (name, i, next((k for k, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y))))
+        for name, i, x, y in pairs
+        if x != y
+    ]
+    detail = f"{sum(len(p) for *_, p in pairs)} tokens of {len(pairs)} prompts, float32"
+    if different:
+        name, index, token = different[0]
+        detail = f"first difference: {name} prompt {index}, token {token}"
+    return Gate("lossless greedy decoding", len(different), "0 prompts differ", not different, detail)
+
+
+def chained_tau(found: DecodedSet, drafter: DFlashDraftModel, target: Any) -> float:
+    """Return the tau that decoding the set's own texts must have with `drafter`, without decoding."""
+    calls = [
+        len(
+            chained_walk(
+                drafter,
+                features,
+                [*prompt, *plain],
+                len(prompt),
+                target.get_input_embeddings(),
+                target.get_output_embeddings(),
+            )
+        )
+        for prompt, plain, features in zip(found.prompts, found.plain, found.features, strict=True)
+    ]
+    return pooled_tau([len(p) for p in found.plain], calls)
+
+
+@torch.no_grad()
+def train_equals_decode(found: DecodedSet, drafter: DFlashDraftModel, target: Any) -> Gate:
+    """At every anchor of a held-out text, the training mask and the decode loop's cache give the same states."""
+    embed, config = target.get_input_embeddings(), drafter.config
+    worst, anchors = 0.0, 0
+    for prompt, plain, features in list(zip(found.prompts, found.plain, found.features, strict=True))[:2]:
+        tokens = torch.tensor([*prompt, *plain], device=features.device)
+        anchors_N = torch.arange(len(prompt), len(tokens) - 1, device=features.device)
+        noise = torch.full((len(anchors_N), config.block_size), config.mask_token_id, device=features.device)
+        noise[:, 0] = tokens[anchors_N]
+        positions = anchors_N[:, None] + torch.arange(config.block_size, device=features.device)
+        masks = layer_masks(drafter, anchors_N[None], features.shape[1], "sdpa")
+        trained = drafter(
+            features, embed(noise.view(1, -1)) * config.input_embedding_scale, positions.view(1, -1), masks, "sdpa"
+        )
+        trained = trained.view(len(anchors_N), config.block_size, -1)
+        context = DraftContext(drafter)
+        context.extend(features[:, : len(prompt)])
+        for row, anchor in enumerate(anchors_N.tolist()):
+            if context.length < anchor:
+                context.extend(features[:, context.length : anchor])
+            decoded = draft_states(drafter, context, int(tokens[anchor]), embed)
+            worst = max(worst, relative_difference(decoded[0], trained[row]))
+            anchors += 1
+    return Gate(
+        "train equals decode",
+        float(f"{worst:.2e}"),
+        "<= 1e-3 relative",
+        worst <= 1e-3,
+        f"states at {anchors} anchors of held-out text, float32",
+    )
+
+
+def export_equals_training(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype) -> Gate:
+    """The export reloads with every tensor known and none missing, and equals the last checkpoint in `dtype`."""
+    try:
+        loaded = dict(load_drafter(folder).named_parameters())
+    except ValueError as error:
+        return Gate("export reloads strictly", "refused", "equal", False, str(error))
+    different = [name for name, tensor in weights.items() if not torch.equal(loaded[name], tensor.to(dtype))]
+    value = f"{len(different)} tensors differ" if different else "equal"
+    return Gate(
+        "export reloads strictly",
+        value,
+        "equal",
+        not different,
+        f"{len(loaded)} tensors, {str(dtype).removeprefix('torch.')}",
+    )

@@ -1,0 +1,140 @@
+"""One drafter on one device: model, compiled body, head, optimizer, and what one micro-batch does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash.acceptance import layer_masks
+from dflash.attention import choose_attention
+from dflash.checkpoint import load_drafter
+from dflash.compile import CompileGate
+from dflash.config import DrafterConfig
+from dflash.errors import DFlashError
+from dflash.model import DFlashDraftModel
+from dflash.objective import Weighting, default_gamma, head_loss
+from pipeline.batches import Collator, MicroBatch
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.optim import MasterAdamW
+from pipeline.rendering import Sample
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """The target's frozen embedding and head (V, D) on one device; the same tensor when they are tied."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+
+    @classmethod
+    def of(cls, target: Any, device: torch.device, dtype: torch.dtype) -> Borrowed:
+        embedding = target.get_input_embeddings().weight.detach().to(device, dtype)
+        source = target.get_output_embeddings().weight
+        tied = source.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+        return cls(embedding, embedding if tied else source.detach().to(device, dtype))
+
+
+def new_drafter(config: RunConfig, drafter: DrafterConfig, head_VD: Tensor) -> DFlashDraftModel:
+    """Return the drafter that training starts from: random by the run's seed, or train.init_from's weights."""
+    model = DFlashDraftModel(drafter)
+    if config.train.init_from is None:
+        model.initialise(config.seed, head_VD)
+        return model
+    start = load_drafter(Path(config.train.init_from), dtype=torch.float32)
+    if start.config != drafter:
+        fields = vars(drafter)
+        key = next((k for k in fields if k != "dtype" and fields[k] != getattr(start.config, k)), None)
+        if key is not None:
+            raise ConfigError(
+                f"has {key} {getattr(start.config, key)}, this run {fields[key]}",
+                where=f"train.init_from: {config.train.init_from}",
+                fix="Change the run's drafter section.",
+            )
+    model.load_state_dict(start.state_dict())
+    return model
+
+
+class Replica:
+    """A drafter with everything one worker thread needs. Replicas of one run start and stay equal."""
+
+    def __init__(
+        self,
+        name: str,
+        config: RunConfig,
+        drafter: DrafterConfig,
+        start: DFlashDraftModel,
+        borrowed: Borrowed,
+        device: torch.device,
+        gate: CompileGate,
+    ) -> None:
+        self.name, self.config, self.drafter, self.device = name, config, drafter, device
+        self.dtype = DTYPES[config.train.precision]
+        try:
+            self.attention = choose_attention(config.drafter.attention, device)
+        except DFlashError as error:
+            raise ConfigError(error.what, where=f"drafter.{error.where}", fix=error.fix) from None
+        self.model = DFlashDraftModel(drafter)
+        self.model.load_state_dict(start.state_dict())
+        self.model.to(device=device, dtype=self.dtype)
+        self.borrowed = borrowed
+        self.optimizer = MasterAdamW(self.model, config.train)
+        gamma = config.train.gamma or default_gamma(drafter.block_size)
+        self.weighting = Weighting(config.train.loss, gamma, config.train.dpace_alpha)
+        self.body = gate.compile(body_of(self.model, self.attention), name=name)
+
+    def forward_backward(self, batch: MicroBatch, features_bSC: Tensor) -> Tensor:
+        """Add the gradient of the loss numerator and return the loss sums as a vector. Only inside gate.step()."""
+        hidden_bQD = self.states(batch, features_bSC)
+        rows = batch.rows
+        hidden_RD = hidden_bQD.flatten(0, 1)[rows.index_R]
+        sums = head_loss(hidden_RD, self.borrowed.head_VD, rows, self.weighting)
+        sums.numerator.backward()
+        self.optimizer.collect()
+        return sums.vector()
+
+    def states(self, batch: MicroBatch, features_bSC: Tensor) -> Tensor:
+        """Return the compiled body's states (b, Q, D) of a micro-batch on this device."""
+        embeddings = F.embedding(batch.noise_bQ, self.borrowed.embedding_VD) * self.drafter.input_embedding_scale
+        masks = layer_masks(self.model, batch.anchors_bN, features_bSC.shape[1], self.attention)
+        return self.body(features_bSC, embeddings, batch.positions_bQ, masks)
+
+    def warm_up(self) -> None:
+        """Run forward and backward once for every declared shape, and forget the gradients."""
+        for bucket in self.config.data.buckets:
+            batch = warm_batch(self.config, self.drafter, bucket).to(self.device)
+            features = torch.zeros(
+                self.config.train.micro_batch, bucket, self.drafter.feature_size, device=self.device, dtype=self.dtype
+            )
+            self.forward_backward(batch, features)
+        torch._foreach_zero_(self.optimizer.gradients)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def body_of(model: DFlashDraftModel, attention: str) -> Callable[..., Tensor]:
+    """Return the function that is compiled: everything between embeddings and head."""
+
+    def body(features_bSC: Tensor, embeddings_bQD: Tensor, positions_bQ: Tensor, masks: list[Any]) -> Tensor:
+        return model(features_bSC, embeddings_bQD, positions_bQ, masks, attention)
+
+    return body
+
+
+def warm_batch(config: RunConfig, drafter: DrafterConfig, bucket: int) -> MicroBatch:
+    """Return a micro-batch of a declared shape, of made-up tokens, by the same collator that training uses."""
+    # Half prompt, half answer; ids stay clear of the mask token.
+    token = 0 if drafter.mask_token_id else 1
+    ids = np.full(bucket, token).tolist()
+    mask = (np.arange(bucket) >= bucket // 2).tolist()
+    samples = [Sample(id=f"warm-{i}", input_ids=ids, loss_mask=mask) for i in range(config.train.micro_batch)]
+    return Collator(config, drafter, samples).collate(0, bucket, tuple(range(len(samples))))

@@ -1,0 +1,211 @@
+"""report.html: what a run proved, on one page that needs nothing else (no scripts, no assets, no network)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pipeline.errors import DataError
+from pipeline.files import atomic_write_text
+from pipeline.metrics import duration, read
+from pipeline.runs import Run, read_manifest
+
+_CURVES = (
+    ("Loss", ("loss",)),
+    ("Accepted length (tokens per target call, estimated)", ("accepted_length", "accepted", "tau")),
+    ("Tokens per second", ("tokens_per_second",)),
+)
+"""Title, and the names under which metrics.jsonl may hold the values."""
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem }
+h1 { font-size: 1.5rem; margin-bottom: 0 }
+h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
+table { border-collapse: collapse; width: 100% }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #eee; vertical-align: top;
+  overflow-wrap: anywhere }
+th { font-weight: 600; color: #555 }
+td.number { font-variant-numeric: tabular-nums }
+.pass { color: #11692f; font-weight: 600 }
+.fail { color: #b3261e; font-weight: 600 }
+.quiet { color: #666 }
+pre { background: #f6f7f8; padding: .8rem; overflow-x: auto; font-size: .82rem; line-height: 1.4 }
+svg { width: 100%; height: auto }
+summary { cursor: pointer; color: #555 }
+figure { margin: 1.2rem 0 }
+figcaption { font-weight: 600 }
+"""
+
+
+def write_report(run: Run, path: Path) -> Path:
+    """Write the page for whatever the run has so far and return `path`. It says which parts are not there yet."""
+    verify = read_manifest(run.verify_path)
+    parts = [
+        f"<h1>{escape(run.id)}</h1>",
+        _verdict(verify),
+        "<h2>Gates</h2>",
+        _gates(verify),
+        "<h2>Training</h2>",
+        _training(run.metrics_path),
+        "<h2>Stages</h2>",
+        _stages(read_manifest(run.stages_path)),
+        "<h2>Configuration</h2>",
+        _text_file(run.config_path),
+        "<h2>Environment</h2>",
+        f"<details><summary>fingerprint.json</summary>{_text_file(run.fingerprint_path)}</details>",
+    ]
+    body = "\n".join(parts)
+    atomic_write_text(
+        path,
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(run.id)}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n",
+    )
+    return path
+
+
+def shown(value: Any) -> str:
+    """Return a gate's value as a person would write it: 4 significant digits, lists and mappings as JSON."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _verdict(verify: Mapping[str, Any] | None) -> str:
+    if verify is None:
+        return '<p class="quiet">Not verified yet.</p>'
+    verdict = str(verify.get("verdict"))
+    bad = [str(gate.get("name")) for gate in _gate_list(verify) if gate.get("verdict") != "pass"]
+    reason = f" ({escape(', '.join(bad))})" if bad else ""
+    return f'<p>Verdict: <span class="{_class(verdict)}">{escape(verdict)}</span>{reason}</p>'
+
+
+def _gates(verify: Mapping[str, Any] | None) -> str:
+    gates = _gate_list(verify or {})
+    if not gates:
+        return '<p class="quiet">No verify.json yet.</p>'
+    rows = []
+    for gate in gates:
+        verdict = str(gate.get("verdict"))
+        rows.append(
+            f"<tr><td>{escape(str(gate.get('name')))}</td>"
+            f'<td class="number">{escape(shown(gate.get("value")))}</td>'
+            f'<td class="number">{escape(shown(gate.get("limit")))}</td>'
+            f'<td class="{_class(verdict)}">{escape(verdict)}</td>'
+            f'<td class="quiet">{escape(shown(gate.get("detail") or ""))}</td></tr>'
+        )
+    head = "<tr><th>gate</th><th>value</th><th>limit</th><th>verdict</th><th>detail</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _training(path: Path) -> str:
+    try:
+        records = read(path)
+    except DataError as error:
+        return f'<p class="fail">{escape(str(error))}</p>'
+    figures = []
+    for title, names in _CURVES:
+        points = _points(records, names)
+        if points:
+            figures.append(f"<figure><figcaption>{escape(title)}</figcaption>{_curve(points, title)}</figure>")
+    return "".join(figures) or '<p class="quiet">No step was logged yet.</p>'
+
+
+def _points(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[float, float]]:
+    """Return (step, value) of the finite values; a not finite loss is a gate's business, not a picture's."""
+    points = []
+    for record in records:
+        value = next((record[name] for name in names if name in record), None)
+        step = record.get("step")
+        if _is_number(value) and _is_number(step):
+            points.append((float(step), float(value)))
+    return points
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _curve(points: Sequence[tuple[float, float]], title: str, *, most: int = 400) -> str:
+    """Return a line chart of 860 by 220 units. More than `most` points are averaged in groups of neighbours."""
+    group = -(-len(points) // most)
+    points = [_mean(points[start : start + group]) for start in range(0, len(points), group)]
+    left, right, top, bottom = 70.0, 850.0, 12.0, 190.0
+    x_low, x_high = points[0][0], points[-1][0]
+    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
+    if y_low == y_high:
+        y_low, y_high = y_low - 0.5, y_high + 0.5
+    x_span = (x_high - x_low) or 1.0
+
+    def at_x(x: float) -> float:
+        return left + (x - x_low) / x_span * (right - left)
+
+    def at_y(y: float) -> float:
+        return bottom - (y - y_low) / (y_high - y_low) * (bottom - top)
+
+    lines = []
+    for tick in range(5):
+        y = y_low + (y_high - y_low) * tick / 4
+        lines.append(f'<line x1="{left}" x2="{right}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}" stroke="#e4e6e8"/>')
+        lines.append(f'<text x="{left - 8}" y="{at_y(y) + 4:.1f}" text-anchor="end">{escape(_axis(y))}</text>')
+    for x, anchor in ((x_low, "start"), (x_high, "end")):
+        lines.append(f'<text x="{at_x(x):.1f}" y="{bottom + 20}" text-anchor="{anchor}">step {x:.0f}</text>')
+    path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points)
+    if len(points) == 1:
+        lines.append(f'<circle cx="{at_x(points[0][0]):.1f}" cy="{at_y(points[0][1]):.1f}" r="3" fill="#2457a6"/>')
+    lines.append(f'<polyline points="{path}" fill="none" stroke="#2457a6" stroke-width="1.8"/>')
+    label = f"{title}: from {shown(points[0][1])} at step {x_low:.0f} to {shown(points[-1][1])} at step {x_high:.0f}"
+    return (
+        f'<svg viewBox="0 0 860 220" role="img" aria-label="{escape(label)}" font-size="12" fill="#555">'
+        f"{''.join(lines)}</svg>"
+    )
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
+
+
+def _axis(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _stages(book: Mapping[str, Any] | None) -> str:
+    entries = (book or {}).get("stages") or []
+    if not entries:
+        return '<p class="quiet">No stage ran yet.</p>'
+    rows = []
+    for entry in entries:
+        seconds = entry.get("seconds")
+        rows.append(
+            f"<tr><td>{escape(str(entry.get('name')))}</td><td>{escape(str(entry.get('state')))}</td>"
+            f'<td class="number">{escape(duration(seconds)) if _is_number(seconds) else "-"}</td>'
+            f"<td>{escape(str(entry.get('finished') or '-'))}</td>"
+            f'<td class="quiet">{escape(str(entry.get("error") or ""))}</td></tr>'
+        )
+    head = "<tr><th>stage</th><th>state</th><th>time</th><th>finished</th><th>error</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _text_file(path: Path) -> str:
+    try:
+        return f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>"
+    except OSError:
+        return f'<p class="quiet">{escape(path.name)} is not there.</p>'
+
+
+def _gate_list(verify: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    gates = verify.get("gates")
+    return [gate for gate in gates if isinstance(gate, Mapping)] if isinstance(gates, list) else []
+
+
+def _class(verdict: str) -> str:
+    return {"pass": "pass", "fail": "fail"}.get(verdict, "quiet")

@@ -1,0 +1,57 @@
+"""Threads and compilation outside training: the intra-op thread count, and one compile of every declared shape."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.compile import CompileGate
+from dflash.config import DrafterConfig
+from pipeline.config import RunConfig
+from pipeline.replica import DTYPES, Borrowed, Replica, new_drafter
+from pipeline.targets import TargetFolder, load_target
+
+
+def set_threads(num_workers: int, device: torch.device) -> None:
+    """Share the CPU's cores among `num_workers` threads that compute on it.
+
+    Inductor writes the count into the code it generates, so the cache stage and training must agree on it.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // num_workers) if device.type == "cpu" else cores)
+
+
+def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig) -> dict[str, Any]:
+    """Compile one drafter for every declared shape, alone, and return what it took and what lies on disk.
+
+    Training's workers then find the code in the cache, whichever of them comes first.
+    """
+    device = torch.device(config.topology.drafters[0])
+    before = torch.get_num_threads()
+    set_threads(len(config.topology.drafters), device)
+    try:
+        target = load_target(folder, DTYPES[config.train.precision], "cpu")
+        gate = CompileGate(workers=1, backend=config.compile.backend)
+        borrowed = Borrowed.of(target, device, DTYPES[config.train.precision])
+        start = new_drafter(config, drafter, borrowed.head_VD)
+        replica = Replica("cache", config, drafter, start, borrowed, device, gate)
+        begin = time.perf_counter()
+        with gate.worker("cache"):
+            gate.warm_up(replica.warm_up)
+        seconds = round(time.perf_counter() - begin, 2)
+        report = gate.report()
+        gate.close()
+    finally:
+        torch.set_num_threads(before)
+    place = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    files = [p for p in Path(place).rglob("*") if p.is_file()] if place else []
+    return {
+        "seconds": seconds,
+        "graphs": report["compiles"],
+        "files": len(files),
+        "bytes": sum(p.stat().st_size for p in files),
+    }

@@ -1,0 +1,196 @@
+"""What a person gets for a configuration that cannot be used: one line that names the place and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from pipeline.config import DataConfig, RunConfig, load_config
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def _complaint(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def _edited(tmp_path: Path, old: str, new: str) -> Path:
+    text = QUICKSTART.read_text()
+    assert old in text
+    path = tmp_path / "edited.yaml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_preset_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config.run_id().startswith(config.name + "-")
+
+
+def test_an_unknown_key_offers_the_nearest_name_with_its_line(tmp_path: Path) -> None:
+    path = _edited(tmp_path, "  steps:", "  stpes:")
+    line = path.read_text().splitlines().index("  stpes: 300") + 1
+    assert _complaint(path) == f"{path}:{line}: train.stpes: unknown key. Did you mean steps?"
+
+
+def test_a_key_in_the_wrong_section_is_sent_to_its_own() -> None:
+    assert "Did you mean drafter.block_size?" in _complaint(QUICKSTART, "block_size=4")
+
+
+def test_a_key_like_no_other_gets_the_list_of_known_ones() -> None:
+    assert "Known here: source, revision, dtype." in _complaint(QUICKSTART, "target.zzzzzz=1")
+
+
+def test_an_unknown_key_inside_a_list_is_named() -> None:
+    assert "data.train.0.cuont: unknown key. Did you mean count?" in _complaint(QUICKSTART, "data.train.0.cuont=1")
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    data = yaml.safe_load(QUICKSTART.read_text())
+    del data["drafter"]
+    path = tmp_path / "no-drafter.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert "drafter: is required" in _complaint(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps='4'", "train.steps: must be a whole number, got '4'. Write it without quotes."),
+        ("train.steps=3.0", "train.steps: must be a whole number, got 3.0. Write 3."),
+        ("train.steps=true", "train.steps: must be a whole number, got true."),
+        ("train.steps=many", "train.steps: must be a whole number, got 'many'."),
+        ("train.learning_rate='1e-3'", "train.learning_rate: must be a number, got '1e-3'."),
+        ("train.learning_rate=.nan", "train.learning_rate: must be a finite number, got nan."),
+        ("train.learning_rate=0", "train.learning_rate: must be greater than 0, got 0."),
+        ("train.betas=0.9", "train.betas: must be a list, got 0.9. Put it in brackets: [a, b]."),
+        ("train.betas=[0.9]", "train.betas.1: the list has too few entries. Give at least 2."),
+        ("train.betas=[0.9, 0.95, 1]", "train.betas: must have at most 2 entries, got [0.9, 0.95, 1]."),
+        ("train.loss=mse", "train.loss: must be 'decay' or 'dpace', got 'mse'."),
+        ("train.batch_size=7", "train: batch_size 7 is not a multiple of micro_batch 4."),
+        ("drafter.block_size=1", "drafter.block_size: must be at least 2, got 1."),
+        ("data.train=[]", "data.train: must not be empty, got []."),
+        ("data.buckets=[256, 128]", "data: buckets [256, 128] must be positive and ascending"),
+        ("target.revision=12345", "target.revision: must be text, got 12345. Put it in quotes."),
+        ("drafter.is_causal=1", "drafter.is_causal: must be true or false, got 1."),
+        ("train=3", "train: must be a section with fields of its own, got 3."),
+        ("name=Not A Name", "name: must match"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_it_must_be(override: str, expected: str) -> None:
+    text = _complaint(QUICKSTART, override)
+    assert text.startswith(f"override {override}: ")
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps", "is not section.field=value"),
+        ("=4", "is not section.field=value"),
+        ("train..steps=4", "is not section.field=value"),
+        ("train.steps=[1", "is not YAML"),
+        ("seed.value=4", "seed has no fields"),
+        ("data.train.7.count=4", "data.train is a list of 1, '7' is no entry of it"),
+        ("train.step=4", "train.step: unknown key. Did you mean steps?"),
+    ],
+)
+def test_an_override_that_cannot_be_used_is_quoted(override: str, expected: str) -> None:
+    text = _complaint(QUICKSTART, override)
+    assert override in text
+    assert expected in text
+
+
+def test_overrides_reach_sections_lists_and_sections_that_the_file_leaves_out() -> None:
+    config = load_config(
+        QUICKSTART, ["train.steps=7", "data.train.0.count=3", "verify.min_tau=1.5", "train.betas=[0.5, 1]"]
+    )
+    assert (config.train.steps, config.data.train[0].count, config.verify.min_tau) == (7, 3, 1.5)
+    assert config.train.betas == (0.5, 1.0)
+
+
+def test_a_number_with_an_exponent_needs_no_dot() -> None:
+    # YAML 1.1, which PyYAML follows, reads 3e-3 as text.
+    assert yaml.safe_load("3e-3") == "3e-3"
+    assert load_config(QUICKSTART, ["train.learning_rate=3e-3"]).train.learning_rate == 0.003
+
+
+def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("name: a\nseed: 0\ntrain: {steps: 3\ndata: 4\n")
+    assert _complaint(path).startswith(f"{path}:4: is not YAML (")
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(QUICKSTART.read_text() + "seed: 1\n")
+    text = _complaint(path)
+    assert "seed is given twice (first on line 3)" in text
+    assert yaml.safe_load(path.read_text())["seed"] == 1  # PyYAML alone takes the last one in silence
+
+
+def test_an_alias_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "loop.yaml"
+    path.write_text("name: &a [*a]\n")
+    assert "contains itself" in _complaint(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "must be a mapping"),
+        (b"- a\n", "must be a mapping"),
+        (b"name: \xff\xfe", "is not UTF-8"),
+        (b"1: 2\n", "the key is not text"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    if content == b"1: 2\n":
+        path.write_text(QUICKSTART.read_text() + "1: 2\n")
+    assert expected in _complaint(path)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    assert "no such configuration file" in _complaint(tmp_path / "nowhere.yaml")
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked() -> None:
+    config = load_config(QUICKSTART)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.steps = 5  # type: ignore[misc]
+
+
+def test_a_list_given_in_code_becomes_a_tuple() -> None:
+    data = {
+        "train": [{"source": "wiki", "count": 1}],
+        "out_of_domain": {"source": "wiki", "count": 1},
+        "buckets": [8, 16],
+    }
+    assert DataConfig.model_validate(data).buckets == (8, 16)
+
+
+def test_the_same_configuration_has_the_same_id_and_another_has_another() -> None:
+    first, again = load_config(QUICKSTART), load_config(QUICKSTART, ["seed=0"])
+    other = load_config(QUICKSTART, ["seed=1"])
+    assert first.run_id() == again.run_id() != other.run_id()
+
+
+def test_the_id_survives_writing_and_reading_the_resolved_configuration(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, ["train.learning_rate=1e-5", "topology.drafters=[cpu]"])
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(path) == config
+    assert load_config(path).run_id() == config.run_id()
+    assert isinstance(config, RunConfig)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_config
+from pipeline.errors import ConfigError
+from pipeline.files import atomic_write_json, atomic_write_text, sha256_file
+from pipeline.runs import find_run, lock_run, open_run
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = load_config(ROOT / "configs" / "quickstart.yaml")
+OTHER = load_config(ROOT / "configs" / "quickstart.yaml", ["seed=1"])
+
+
+def test_a_new_run_holds_its_configuration_and_fingerprint(tmp_path: Path) -> None:
+    run = open_run(CONFIG, tmp_path / "runs", {"python": "3.11"})
+    assert run.folder == tmp_path / "runs" / CONFIG.run_id()
+    assert load_config(run.config_path) == CONFIG
+    assert "min_lr_ratio: 0.1" in run.config_path.read_text()  # a default, written out
+    assert json.loads(run.fingerprint_path.read_text()) == {"python": "3.11"}
+
+
+def test_latest_names_the_newest_run(tmp_path: Path) -> None:
+    open_run(CONFIG, tmp_path, {})
+    second = open_run(OTHER, tmp_path, {})
+    assert (tmp_path / "latest").readlink() == Path(second.id)
+    open_run(CONFIG, tmp_path, {})
+    assert (tmp_path / "latest").readlink() == Path(CONFIG.run_id())
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([CONFIG.run_id(), OTHER.run_id(), "latest"])
+
+
+def test_latest_is_a_text_file_where_symlinks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: str, target_is_directory: bool = False) -> None:
+        raise OSError("symbolic links are not supported here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    run = open_run(CONFIG, tmp_path, {})
+    assert (tmp_path / "latest").read_text().strip() == run.id
+    assert find_run("latest", tmp_path).folder == run.folder
+
+
+def test_a_folder_called_latest_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        open_run(CONFIG, tmp_path, {})
+
+
+def test_a_run_is_found_by_folder_by_id_and_as_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    run = open_run(CONFIG, runs, {})
+    monkeypatch.chdir(tmp_path)
+    for name in (str(run.folder), run.id, "latest", "runs/latest", f"runs/{run.id}", f"runs/{run.id}/"):
+        found = find_run(name, runs)
+        assert (found.folder, found.config) == (run.folder, CONFIG), name
+
+
+def test_a_missing_run_is_one_line_that_lists_those_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_run("latest", tmp_path)
+    assert str(caught.value) == "latest: no such run. There is no run yet; invoke train makes one."
+    run = open_run(CONFIG, tmp_path, {})
+    with pytest.raises(ConfigError) as caught:
+        find_run("quickstrat", tmp_path)
+    assert str(caught.value) == f"quickstrat: no such run. Runs here: {run.id}."
+
+
+@pytest.mark.parametrize("name", ["empty", ".", ""])
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no run"):
+        find_run(tmp_path / name if name else "", tmp_path)
+
+
+def test_a_second_process_on_the_same_run_is_told_who_has_it(tmp_path: Path) -> None:
+    run = open_run(CONFIG, tmp_path, {})
+    script = (
+        "import sys; from pathlib import Path; from pipeline.errors import ConfigError\n"
+        "from pipeline.runs import find_run, lock_run\n"
+        "try:\n    with lock_run(find_run(sys.argv[1], Path('.'))): print('got it')\n"
+        "except ConfigError as error: print(error)\n"
+    )
+
+    def other() -> str:
+        command = [sys.executable, "-c", script, str(run.folder)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    with lock_run(run):
+        refused = other()
+    assert "is working on this run" in refused
+    assert "process " in refused
+    assert other() == "got it\n"
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_leftovers(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    atomic_write_json(path, {"a": 1})
+    with pytest.raises(UnicodeEncodeError):
+        atomic_write_text(path, "half \ud800 written")  # a lone surrogate cannot be encoded
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_sha256_is_that_of_the_content(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
