@@ -47,7 +47,8 @@ def block_attention(q_bHQh: Tensor, k_bGTh: Tensor, v_bGTh: Tensor, mask: Attent
     k, v = k_bGTh.repeat_interleave(groups, dim=1), v_bGTh.repeat_interleave(groups, dim=1)
     if implementation == "sdpa":
         return F.scaled_dot_product_attention(q_bHQh, k, v, attn_mask=mask, scale=scale)
-    scores = (q_bHQh.float() @ k.float().transpose(-1, -2)) * scale
+    wide = torch.promote_types(q_bHQh.dtype, torch.float32)
+    scores = (q_bHQh.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q_bHQh.dtype)
+    return (scores.softmax(-1) @ v.to(wide)).to(q_bHQh.dtype)

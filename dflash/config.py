@@ -12,6 +12,15 @@ from dflash.errors import DFlashError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+PLAIN: dict[str, Any] = {
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "use_swa": False,
+    "sample_from_anchor": False,
+    "shift_label": False,
+}
+"""Keys of dflash_config that other projects write, with the only value this implementation computes."""
+
 
 def spread_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     """Return `num_taps` 0-based target layers, evenly from layer 1 to the fourth last one.
@@ -22,7 +31,7 @@ def spread_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
         return (num_target_layers // 2,)
     first, last = 1, num_target_layers - 3
     ids = tuple(round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps))
-    if len(set(ids)) != num_taps or min(ids) < 0 or max(ids) >= num_target_layers:
+    if list(ids) != sorted(set(ids)) or ids[0] < 0:
         raise DFlashError(
             f"a target of {num_target_layers} layers has no {num_taps} evenly spread taps",
             where="target_layer_ids",
@@ -199,7 +208,19 @@ class DrafterConfig:
         for key, only in refused.items():
             if data.get(key, only) not in (only, None):
                 raise DFlashError(f"{data[key]!r} is not supported", where=key, fix=f"Only {only!r} is.")
+        rope_type = (data.get("rope_parameters") or {}).get("rope_type", "default")
+        if rope_type != "default":
+            raise DFlashError(
+                f"{rope_type!r} is not supported", where="rope_parameters.rope_type", fix="Only 'default' is."
+            )
+        for key, plain in PLAIN.items():
+            if inner.get(key, plain) not in (plain, None):
+                raise DFlashError(
+                    f"{inner[key]!r} is not supported", where=f"dflash_config.{key}", fix=f"Only {plain!r} is."
+                )
         kind_of_layers = tuple(data.get("layer_types") or ())
+        if data.get("use_sliding_window") and SLIDING not in kind_of_layers:
+            raise DFlashError("names no sliding layer", where="layer_types", fix="Or set use_sliding_window to false.")
         if not causals and SLIDING in kind_of_layers:
             raise DFlashError(
                 "is missing, and projects disagree on what a sliding layer then means",

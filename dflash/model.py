@@ -22,7 +22,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean square in float32."""
+    """x / rms(x) * weight, the mean square in float32 at least (float64 stays float64)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight.to(x.dtype) * wide.to(x.dtype)
 

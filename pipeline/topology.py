@@ -113,7 +113,10 @@ class OnlineFeatures:
                 with self._gate.step():
                     features = extract_features(self._target, batch.tokens_bS.to(self._target.device), self._layer_ids)
                 start = time.perf_counter()
-                self._hand_over(self._queues[worker].put, features)
+                try:
+                    self._hand_over(self._queues[worker].put, features)
+                except GateAborted:  # nobody needs them any more; a failure is told by the worker that had it
+                    return
                 self.seconds_target_waited += time.perf_counter() - start
 
     def __call__(self, worker: int, batch: MicroBatch, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:

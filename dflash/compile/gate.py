@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from dflash.compile.counters import CompileEvent, FunctionCounters, counting_backend, thread_name
 from dflash.compile.settings import configure_thread, shim_missing_gpu
@@ -230,7 +231,7 @@ class CompileGate:
         torch.compiler.set_stance("fail_on_recompile")
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait, with the lock held, until `ready`; say so when it takes long. Raises GateAborted when a worker failed."""
+        """Wait, with the lock held, until `ready`; say so when it takes long. Raises GateAborted if a worker failed."""
         me, start = self._me(), time.perf_counter()
         while not ready():
             if self._failure is not None:
@@ -300,6 +301,10 @@ class GatedFunction(Generic[P, R]):
             raise GateError(f"{self._counters.name} was called outside gate.step()")
         try:
             return self._compiled(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, GateError | CompileMiss):
+                raise error.inner_exception from None  # ours, raised in the backend and wrapped by torch
+            raise
         except RuntimeError as error:
             if _MISS not in str(error):
                 raise
