@@ -37,22 +37,22 @@ def _in_our_image() -> bool:
     return os.environ.get("DFLASH_IN_IMAGE") == "1"
 
 
-def _python(*, dev: bool = False) -> str:
+def _python(lock: str = "runtime") -> str:
     if _in_our_image():
         return sys.executable
-    return str(ensure_runtime(ROOT, CacheDirs.from_environment(ROOT), dev=dev, say=_say))
+    return str(ensure_runtime(ROOT, CacheDirs.from_environment(ROOT), lock=lock, say=_say))
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _run(arguments: list[str], *, dev: bool = False, announce: Callable[[], None] | None = None) -> None:
+def _run(arguments: list[str], *, lock: str = "runtime", announce: Callable[[], None] | None = None) -> None:
     """Run the environment's Python in the foreground and end with its exit code unless that is 0."""
     with _one_line_errors():
         if announce:
             announce()
-        python = _python(dev=dev)
+        python = _python(lock)
     code = run_foreground([python, *arguments], cwd=ROOT)
     if code:
         raise Exit(code=code)
@@ -116,12 +116,13 @@ def generate(c: Context, prompt: str, run: str = "runs/latest", max_new_tokens: 
         "path": "file or folder of tests",
         "k": "only tests whose names match this pytest expression",
         "gpu": "the tests that need a GPU, instead of all others",
+        "lock": "environment: dev, or next to try the newest torch",
     }
 )
-def test(c: Context, path: str = "tests", k: str = "", gpu: bool = False) -> None:
+def test(c: Context, path: str = "tests", k: str = "", gpu: bool = False, lock: str = "dev") -> None:
     """Run the tests in the locked development environment."""
     arguments = ["-m", "pytest", path, "-m", "gpu" if gpu else "not gpu"]
-    _run([*arguments, *(["-k", k] if k else [])], dev=True)
+    _run([*arguments, *(["-k", k] if k else [])], lock=lock)
 
 
 @task(help={"json": "also write the findings to this file", "lock": "lock to compare with"})
@@ -139,25 +140,45 @@ def fingerprint(c: Context) -> None:
 @task
 def lint(c: Context) -> None:
     """Check style and formatting (ruff)."""
-    _run(["-m", "ruff", "check", "."], dev=True)
-    _run(["-m", "ruff", "format", "--check", "."], dev=True)
+    _run(["-m", "ruff", "check", "."], lock="dev")
+    _run(["-m", "ruff", "format", "--check", "."], lock="dev")
 
 
 @task
 def typecheck(c: Context) -> None:
     """Check types (mypy)."""
-    _run(["-m", "mypy"], dev=True)
+    _run(["-m", "mypy"], lock="dev")
 
 
-@task(help={"check": "change nothing; fail if a lock is not what its .in file gives"})
-def lock(c: Context, check: bool = False) -> None:
+@task(
+    help={
+        "json": "also write the results to this file",
+        "lock": "environment: runtime, or next to try the newest torch",
+        "runs": "runs of each random case",
+        "device": "only cpu or only cuda",
+    }
+)
+def race(c: Context, json: str = "", lock: str = "runtime", runs: int = 3, device: str = "") -> None:
+    """Show what threads and torch.compile do here, without the gate and with it."""
+    arguments = ["-m", "dflash.compile.lab", "--runs", str(runs)]
+    arguments += ["--json", json] if json else []
+    _run([*arguments, *(["--device", device] if device else [])], lock=lock)
+
+
+@task(
+    help={
+        "check": "change nothing; fail if a lock is not what its .in file gives",
+        "next": "move next.txt to the newest versions on the index",
+    }
+)
+def lock(c: Context, check: bool = False, next: bool = False) -> None:
     """Compile lockfiles/*.in into hashed locks, or check them."""
     with _one_line_errors():
         if check:
             check_locks(ROOT)
             _say("The locks are what their .in files give.")
         else:
-            compile_locks(ROOT)
+            compile_locks(ROOT, upgrade=("next",) if next else ())
 
 
-namespace = Collection(train, generate, test, doctor, fingerprint, lint, typecheck, lock)
+namespace = Collection(train, generate, race, test, doctor, fingerprint, lint, typecheck, lock)

@@ -70,6 +70,8 @@ def build_blocks(
 ) -> Blocks:
     """Return the blocks that start at `anchors`, in `num_anchors` places.
 
+    document_T keeps labels inside the anchor's document; masks.py does not know documents yet, so rows are not packed.
+
     Raises ValueError when there are more anchors than places: dropping some silently would change the loss.
     """
     if len(anchors) > num_anchors:

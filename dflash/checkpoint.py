@@ -55,6 +55,8 @@ def load_drafter(
     path = folder / CONFIG
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError(f"{CONFIG} is not a JSON object")
         tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
         raise DFlashError(

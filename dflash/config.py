@@ -11,6 +11,16 @@ from typing import Any
 from dflash.errors import DFlashError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_INNER_KEYS = {
+    "mask_token_id",
+    "mask_token",
+    "target_layer_ids",
+    "num_target_layers",
+    "block_size",
+    "causal",
+    "input_embedding_scale",
+}
+"""What dflash_config may hold for a plain drafter; anything else would change numbers that we do not compute."""
 
 PLAIN: dict[str, Any] = {
     "output_multiplier": 1.0,
@@ -92,6 +102,11 @@ class DrafterConfig:
             SLIDING not in self.layer_types or bool(self.sliding_window),
             "sliding_window",
             "is required by sliding_attention layers",
+        )
+        self._require(
+            SLIDING in self.layer_types or self.sliding_window is None,
+            "sliding_window",
+            "is given, and no layer is sliding_attention",
         )
         ids = self.target_layer_ids
         self._require(bool(ids), "target_layer_ids", "is empty")
@@ -204,6 +219,17 @@ class DrafterConfig:
                 )
         if not block_sizes:
             raise DFlashError("is missing", where="block_size", fix="The drafter's export must name it.")
+        unknown = inner.keys() - _INNER_KEYS - PLAIN.keys()
+        if unknown:
+            raise DFlashError(
+                "is not supported",
+                where=f"dflash_config.{min(unknown)}",
+                fix="Successors of DFlash need their own code.",
+            )
+        for key in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
+            # vLLM reads these before dflash_config's, so a file that has them may mean other layers than it says.
+            if data.get(key) is not None:
+                raise DFlashError("stands at the top level", where=key, fix="Name the taps in dflash_config only.")
         refused = {"rope_scaling": None, "hidden_act": "silu", "attention_dropout": 0.0}
         for key, only in refused.items():
             if data.get(key, only) not in (only, None):
@@ -221,6 +247,10 @@ class DrafterConfig:
         kind_of_layers = tuple(data.get("layer_types") or ())
         if data.get("use_sliding_window") and SLIDING not in kind_of_layers:
             raise DFlashError("names no sliding layer", where="layer_types", fix="Or set use_sliding_window to false.")
+        if SLIDING in kind_of_layers and data.get("use_sliding_window") is False:
+            raise DFlashError(
+                "is false, and layer_types has sliding layers", where="use_sliding_window", fix="Keep the true one."
+            )
         if not causals and SLIDING in kind_of_layers:
             raise DFlashError(
                 "is missing, and projects disagree on what a sliding layer then means",
@@ -251,9 +281,13 @@ class DrafterConfig:
             "num_target_layers",
         )
         for key in required:
-            if data.get(key) is None:
+            value = inner.get(key) if data.get(key) is None else data[key]  # num_target_layers stands in either
+            if value is None:
                 raise DFlashError("is missing", where=key, fix="The drafter's config.json must name it.")
-            values[key] = data[key]
+            values[key] = value
+        for key in (*required, "block_size", "mask_token_id"):
+            if type(values[key]) is not int:
+                raise DFlashError(f"{values[key]!r} is not a whole number", where=key, fix="Mend config.json.")
         optional = (
             "rms_norm_eps",
             "max_position_embeddings",
@@ -265,6 +299,8 @@ class DrafterConfig:
             "pad_token_id",
         )
         values |= {key: data[key] for key in optional if data.get(key) is not None}
+        if SLIDING not in kind_of_layers:  # Qwen2-style configs carry a window that no layer uses
+            values.pop("sliding_window", None)
         return cls(**values)
 
 

@@ -96,7 +96,13 @@ def draft_states(
     ids[0, 0] = anchor_token
     positions = torch.arange(context.length, context.length + config.block_size, device=device)[None]
     masks = _decode_masks(drafter, context.length, device)
-    return drafter.draft(embed(ids) * config.input_embedding_scale, positions, context.key_values, masks, "sdpa")
+    return drafter.draft(
+        (embed(ids) * config.input_embedding_scale).to(drafter.fc.weight.dtype),
+        positions,
+        context.key_values,
+        masks,
+        "sdpa",
+    )
 
 
 @torch.no_grad()
@@ -108,6 +114,8 @@ def speculative_decode(
     Each call verifies the anchor and B - 1 drafted tokens; the longest prefix equal to the target's argmax is kept, and
     the target's own next token after it becomes the next anchor.
     """
+    if max_new_tokens < 1:
+        return Decoded()
     device = next(target.parameters()).device
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     cache, result, context = DynamicCache(), Decoded(), DraftContext(drafter)
@@ -123,7 +131,7 @@ def speculative_decode(
         result.tokens.append(int(out.logits[0, -1].argmax()))
         while len(result.tokens) < max_new_tokens and result.tokens[-1] not in eos_ids:
             states = draft_states(drafter, context, result.tokens[-1], embed)
-            drafted = head(states[0, 1:]).argmax(-1).tolist()
+            drafted = head(states[0, 1:].to(head.weight.dtype)).argmax(-1).tolist()
             block = [result.tokens[-1], *drafted]
             logits = target(
                 input_ids=torch.tensor([block], device=device), past_key_values=cache, use_cache=True

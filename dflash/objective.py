@@ -97,21 +97,25 @@ def make_rows(labels_MK: Tensor, valid_MK: Tensor, chunk_rows: int) -> Rows:
 class LossSums:
     """Sums over rows or blocks; add them over micro-batches and workers before dividing.
 
-    numerator has a gradient. slot_correct and slot_count are (K,): top-1 hits and supervised rows of each slot.
-    accepted sums, over blocks with a supervised slot, the leading run of hits; blocks counts them.
+    numerator has a gradient. All slot_ sums are (K,): slot_correct and slot_count are top-1 hits and supervised rows;
+    slot_accepted and slot_reached the same where every earlier slot of the block was a hit, so that their ratio is the
+    conditional accuracy that decides acceptance. accepted sums, over blocks with a supervised slot, the leading run of
+    hits; blocks counts them.
     """
 
     numerator: Tensor
     denominator: Tensor
     slot_correct: Tensor
     slot_count: Tensor
+    slot_accepted: Tensor
+    slot_reached: Tensor
     accepted: Tensor
     blocks: Tensor
 
     def vector(self) -> Tensor:
-        """Return all sums as one detached float32 vector (4 + 2K), so that one copy brings them to the host."""
+        """Return all sums as one detached float32 vector (4 + 4K), so that one copy brings them to the host."""
         scalars = torch.stack([self.numerator.detach(), self.denominator, self.accepted, self.blocks])
-        return torch.cat([scalars, self.slot_correct, self.slot_count])
+        return torch.cat([scalars, self.slot_correct, self.slot_count, self.slot_accepted, self.slot_reached])
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -123,7 +127,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden_RD: Tensor, head_VD: Tensor, rows: Rows, weighting: Weighting, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         K, device = rows.block_size, hidden_RD.device
-        sums = torch.zeros(4 + 2 * K, device=device)
+        sums = torch.zeros(4 + 4 * K, device=device)
         gradient_RD = torch.empty_like(hidden_RD)
         for first, end, num_blocks in rows.chunks:
             block, slot, label = rows.block_R[first:end], rows.slot_R[first:end], rows.label_R[first:end]
@@ -150,9 +154,15 @@ class _HeadLoss(torch.autograd.Function):
             gradient_RD[first:end] = probability.to(hidden_RD.dtype) @ head_VD
             hit_MK = torch.zeros(num_blocks, K, device=device).index_put((block, slot), (best == label).float())
             # Leading hits: an unsupervised slot ends the run, as the end of the text ends a decode.
-            run = hit_MK[:, 1:].cumprod(1).sum()
+            accepted_MK = hit_MK.clone()
+            accepted_MK[:, 0] = 1.0
+            accepted_MK = accepted_MK.cumprod(1)
+            reached_MK = valid_MK.float()
+            reached_MK[:, 1:] *= accepted_MK[:, :-1]
+            accepted_MK[:, 0] = 0.0
+            run = accepted_MK.sum()
             scalars = torch.stack([(weight * loss).sum(), weight.sum(), run, valid_MK.any(1).sum().float()])
-            sums += torch.cat([scalars, hit_MK.sum(0), valid_MK.float().sum(0)])
+            sums += torch.cat([scalars, hit_MK.sum(0), valid_MK.float().sum(0), accepted_MK.sum(0), reached_MK.sum(0)])
         ctx.save_for_backward(gradient_RD)
         ctx.mark_non_differentiable(sums)
         return sums[0].clone(), sums
@@ -173,5 +183,5 @@ def head_loss(
     """
     numerator, sums = _HeadLoss.apply(hidden_RD, head_VD, rows, weighting, softcap)
     sums = sums.detach()
-    K = rows.block_size
-    return LossSums(numerator, sums[1], sums[4 : 4 + K], sums[4 + K :], sums[2], sums[3])
+    correct, count, accepted, reached = sums[4:].view(4, rows.block_size)
+    return LossSums(numerator, sums[1], correct, count, accepted, reached, sums[2], sums[3])

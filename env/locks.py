@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from env.errors import EnvError
 from env.uvtool import run_uv
 
-NAMES = ("runtime", "dev", "host")
+NAMES = ("runtime", "dev", "host", "next")
 """In the order of compilation: dev and host are constrained by runtime.txt."""
 PYTHON_VERSION = "3.11"
 """The oldest Python that is supported; the universal lock forks by marker where newer ones differ."""
@@ -26,8 +27,9 @@ _FOREIGN = re.compile(
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)(?:\s*;\s*([^\\]+?))?\s*\\?$")
 
 
-def compile_locks(root: Path, *, uv: Path | None = None) -> None:
-    """Write lockfiles/*.txt from lockfiles/*.in, keeping every pin that still fits. Raises EnvError."""
+def compile_locks(root: Path, *, upgrade: Collection[str] = (), uv: Path | None = None) -> None:
+    """Write lockfiles/*.txt from lockfiles/*.in, keeping every pin that still fits; `upgrade` names locks that take the
+    newest versions instead. Raises EnvError."""
     for name in NAMES:
         run_uv(
             [
@@ -41,6 +43,7 @@ def compile_locks(root: Path, *, uv: Path | None = None) -> None:
                 # uv would repeat the command line in the header, with the path of the copy that a check compiles.
                 "--custom-compile-command=invoke lock",
                 f"--output-file=lockfiles/{name}.txt",
+                *(["--upgrade"] if name in upgrade else []),
                 f"lockfiles/{name}.in",
             ],
             where=f"lockfiles/{name}.in",

@@ -21,25 +21,25 @@ from env.errors import EnvError
 from env.uvtool import run_uv
 
 
-def runtime_folder(root: Path, caches: CacheDirs, *, dev: bool = False) -> Path:
+def runtime_folder(root: Path, caches: CacheDirs, *, lock: str = "runtime") -> Path:
     """Return where the current lock's environment belongs: venv-<Python>-<first 12 digits of the lock's sha256>."""
-    lock = lock_path(root, dev=dev)
-    if not lock.is_file():
-        raise EnvError("no such lock", where=str(lock), fix="Run: invoke lock")
-    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+    path = lock_path(root, lock=lock)
+    if not path.is_file():
+        raise EnvError("no such lock", where=str(path), fix="Run: invoke lock")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return caches.venvs / f"venv-{sys.version_info.major}.{sys.version_info.minor}-{digest[:12]}"
 
 
-def lock_path(root: Path, *, dev: bool = False) -> Path:
-    """Return the lock of the environment that trains, or (dev) of the one that tests."""
-    return root / "lockfiles" / ("dev.txt" if dev else "runtime.txt")
+def lock_path(root: Path, *, lock: str = "runtime") -> Path:
+    """Return a lock: "runtime" trains, "dev" also tests, "next" is for trying newer versions."""
+    return root / "lockfiles" / f"{lock}.txt"
 
 
 def ensure_runtime(
     root: Path,
     caches: CacheDirs,
     *,
-    dev: bool = False,
+    lock: str = "runtime",
     uv: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
@@ -48,11 +48,11 @@ def ensure_runtime(
     A finished environment is not touched and uv is not started. Two processes make it once: the second one waits.
     Uses the same Python as this process. Raises EnvError.
     """
-    folder = runtime_folder(root, caches, dev=dev)
+    folder = runtime_folder(root, caches, lock=lock)
     python = folder / "bin" / "python"
     if python.exists():
         return python
-    shown = f"lockfiles/{lock_path(root, dev=dev).name}"
+    shown = f"lockfiles/{lock_path(root, lock=lock).name}"
     try:
         caches.venvs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,7 +78,7 @@ def ensure_runtime(
             run_uv(
                 [
                     *("pip", "sync", "--require-hashes", "--no-build"),
-                    *(f"--python={growing}/bin/python", str(lock_path(root, dev=dev))),
+                    *(f"--python={growing}/bin/python", str(lock_path(root, lock=lock))),
                 ],
                 where=shown,
                 uv=uv,

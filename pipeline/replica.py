@@ -87,7 +87,7 @@ class Replica:
         self.model.load_state_dict(start.state_dict())
         self.model.to(device=device, dtype=self.dtype)
         self.borrowed = borrowed
-        self.optimizer = MasterAdamW(self.model, config.train)
+        self.optimizer = MasterAdamW(self.model, config.train, start.state_dict())
         gamma = config.train.gamma or default_gamma(drafter.block_size)
         self.weighting = Weighting(config.train.loss, gamma, config.train.dpace_alpha)
         self.body = gate.compile(body_of(self.model, self.attention), name=name)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from dflash.checkpoint import save_drafter
 from dflash.compile import CompileGate, CompileMiss, GateAborted
+from dflash.config import FULL, SLIDING
 from pipeline.batches import BatchPlan, Collator, MicroBatch, StepBatch
 from pipeline.cache import CachedData, load_cached
 from pipeline.checkpoints import check_contract, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
+from pipeline.compile_lock import cache_folder, compiling
 from pipeline.errors import Interrupted, PipelineError, VerificationFailed
 from pipeline.interrupts import StopRequest
 from pipeline.metrics import MetricsLog, Progress
@@ -27,6 +29,9 @@ from pipeline.runs import Run
 from pipeline.targets import load_target
 from pipeline.topology import CachedFeatures, GradientExchange, OnlineFeatures
 from pipeline.warmup import set_threads
+
+UNBOUND = {"checkpoint_every", "keep_checkpoints", "log_every", "head_chunk_rows"}
+"""Fields of the train section that a resumed run may change: they do not touch what is computed."""
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -85,30 +90,21 @@ class Trainer:
         self.warmup_seconds = 0.0
         self._stop_at_step: int | None = None
         self._failures: list[BaseException] = []
+        self._tokens_since = 0
+        self._replicas_equal = True
         self._resume()
 
     # -- resume and save ---------------------------------------------------------------------------------------------
 
     def contract(self) -> dict[str, Any]:
         """Return what a resume must find unchanged: it decides the meaning of weights, moments and step numbers."""
-        d, t = self.data.drafter, self.config.train
+        d = self.data.drafter
         return {
             "target": self.data.target.identity,
             "answers": self.data.answers_key,
             "drafter": {k: v for k, v in d.to_json().items() if k != "dtype"},
-            "train": {
-                k: getattr(t, k)
-                for k in (
-                    "steps",
-                    "batch_size",
-                    "num_anchors",
-                    "learning_rate",
-                    "loss",
-                    "gamma",
-                    "dpace_alpha",
-                    "precision",
-                )
-            },
+            "train": self.config.train.model_dump(mode="json", exclude=UNBOUND),
+            "buckets": list(self.config.data.buckets),
             "seed": self.config.seed,
         }
 
@@ -125,9 +121,15 @@ class Trainer:
         self._session_start = self.step
 
     def _save(self) -> None:
+        self._replicas_equal = self._replicas_equal and self._compare_replicas()
         state = {"contract": self.contract(), "sessions": [*self.sessions, self._session()]}
         save_checkpoint(self.run.checkpoints_dir, self.step, self.replicas[0].optimizer.tensors(), state)
         prune_checkpoints(self.run.checkpoints_dir, self.config.train.keep_checkpoints)
+
+    def _compare_replicas(self) -> bool:
+        """Return whether all replicas hold the same float32 weights, bit for bit. All have stepped, and wait."""
+        first, *others = [replica.optimizer.masters for replica in self.replicas]
+        return all(torch.equal(a, b.to(a.device)) for other in others for a, b in zip(first, other, strict=True))
 
     def _session(self) -> dict[str, Any]:
         """Return what one process's part of the training did; a resumed run has several."""
@@ -136,6 +138,7 @@ class Trainer:
             "to_step": self.step,
             "warmup_seconds": round(self.warmup_seconds, 2),
             "gate": self.gate.report(),
+            "replicas_equal": self._replicas_equal,
             "seconds_waited_for_each_other": round(self.exchange.rendezvous.seconds_waited, 2),
         }
 
@@ -154,8 +157,11 @@ class Trainer:
             threads.append(threading.Thread(target=self._guarded, args=(self._target_work, 0), name="target-0"))
         begin = self._last = time.perf_counter()
         with Progress(self.config.train.steps, start=self.step) as self.progress:
-            for thread in threads:
-                thread.start()
+            with compiling(cache_folder(), self._say):
+                for thread in threads:
+                    thread.start()
+                while not self.gate.sealed and all(thread.is_alive() for thread in threads):
+                    time.sleep(0.05)
             for thread in threads:
                 while thread.is_alive():
                     thread.join(timeout=0.2)
@@ -186,6 +192,8 @@ class Trainer:
     def _work(self, index: int) -> None:
         replica, config = self.replicas[index], self.config
         begin = time.perf_counter()
+        if replica.device.type == "cuda":
+            torch.cuda.set_device(replica.device)
         with self.gate.worker(replica.name):
             self.gate.warm_up(replica.warm_up)
             if index == 0:
@@ -193,7 +201,7 @@ class Trainer:
                 self._last = time.perf_counter()
             for step in range(self.step, config.train.steps):
                 batch = self.plan.step(step)
-                sums = torch.zeros(4 + 2 * self.data.drafter.block_size, device=replica.device)
+                sums = torch.zeros(4 + 4 * self.data.drafter.block_size, device=replica.device)
                 for micro in self._own_micro_batches(batch, index):
                     on_device = micro.to(replica.device)
                     features = self.features(index, micro, config.train.micro_batch, replica.device, replica.dtype)
@@ -202,6 +210,7 @@ class Trainer:
                 total = self.exchange.total(index, sums)
                 rate = learning_rate(config.train, step)
                 norm = replica.optimizer.step(rate, total[1])
+                self.exchange.rendezvous.wait()  # everyone has stepped: the first may now compare the replicas
                 if index == 0:
                     self._after_step(step + 1, batch, total, norm, rate)
                 self.exchange.rendezvous.wait()
@@ -236,30 +245,28 @@ class Trainer:
         self.step = step
         last = step == config.steps
         stopping = self._stop.requested
-        if step % config.log_every == 0 or last or stopping:
+        self._tokens_since += sum(len(self.data.samples[i].input_ids) for i in batch.indices)
+        logging = step % config.log_every == 0 or last or stopping
+        saving = step % config.checkpoint_every == 0 or last or stopping
+        if logging or saving:
+            _check_finite(step, total, norm)
+        if logging:
             self._log_step(step, batch, total.tolist(), float(norm), rate)
-        if step % config.checkpoint_every == 0 or last or stopping:
+        if saving:
+            begin = time.perf_counter()
             self._save()
-            self._last = time.perf_counter()
+            self._last += time.perf_counter() - begin
         if stopping:
             self._stop_at_step = step
 
     def _log_step(self, step: int, batch: StepBatch, sums: list[float], norm: float, rate: float) -> None:
         K = self.data.drafter.block_size
         numerator, denominator, accepted, blocks = sums[:4]
-        loss = numerator / denominator if denominator else math.nan
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise VerificationFailed(
-                f"the loss is {loss} and the gradient's norm {norm}",
-                where=f"step {step}",
-                fix="Lower train.learning_rate; the last checkpoint is from before it.",
-            )
+        loss = numerator / denominator
         now = time.perf_counter()
-        steps = min(self.config.train.log_every, step - self._session_start)
-        tokens = sum(len(self.data.samples[i].input_ids) for i in batch.indices)
-        rate_tokens = tokens * steps / (now - self._last)
-        self._last = now
-        counts = sums[4 + K :]
+        rate_tokens = self._tokens_since / (now - self._last)
+        self._last, self._tokens_since = now, 0
+        correct, counts, runs, reached = (sums[4 + i * K : 4 + (i + 1) * K] for i in range(4))
         report = self.gate.report()
         record = {
             "step": step,
@@ -269,11 +276,12 @@ class Trainer:
             "gradient_norm": norm,
             "tokens_per_second": round(rate_tokens, 1),
             "accepted_length": 1 + accepted / blocks if blocks else math.nan,
-            "slot_accuracy": [round(c / n, 4) if n else None for c, n in zip(sums[4 : 4 + K], counts, strict=True)][1:],
+            "slot_accuracy": _ratios(correct, counts),
+            "slot_conditional_accuracy": _ratios(runs, reached),
             "supervised_slots": int(sum(counts)),
             "compiles_after_warmup": report["compiles_after_warmup"],
             "eager_bodies": report["eager_bodies"],
-            **memory(self.replicas[0].device),
+            **memory({replica.device for replica in self.replicas}),
         }
         self.metrics.append(record)
         self.progress.update(step, loss=loss, tokens_per_second=rate_tokens, accepted=record["accepted_length"])
@@ -282,12 +290,13 @@ class Trainer:
 
     def export(self) -> None:
         """Write the drafter in the dtype it was trained in: the working weights, bit for bit."""
+        causal, kinds = self.data.drafter.is_causal, set(self.data.drafter.layer_types)
+        if (causal and FULL in kinds) or (not causal and SLIDING in kinds):
+            self._say("train: SGLang runs full layers bidirectionally and sliding ones causally; this one differs.")
         weights = dict(self.replicas[0].model.named_parameters())
         save_drafter(self.run.drafter_dir, self.data.drafter, weights, self.replicas[0].dtype)
 
     def manifest(self) -> dict[str, Any]:
-        first, *others = [list(r.model.parameters()) for r in self.replicas]
-        equal = all(torch.equal(a, b.to(a.device)) for other in others for a, b in zip(first, other, strict=True))
         sessions = self.sessions if self._session_start == self.step else [*self.sessions, self._session()]
         gates = [session["gate"] for session in sessions]
         waits = (
@@ -299,7 +308,7 @@ class Trainer:
             "steps": self.step,
             "steps_per_epoch": self.plan.steps_per_epoch,
             "workers": [f"{r.name} on {r.device} ({r.attention})" for r in self.replicas],
-            "replicas_equal": equal,
+            "replicas_equal": all(session["replicas_equal"] for session in sessions),
             "compiles_after_warmup": sum(g["compiles_after_warmup"] for g in gates),
             "eager_bodies": sum(g["eager_bodies"] for g in gates),
             "misses": sum(g["misses"] for g in gates),
@@ -312,14 +321,33 @@ class Trainer:
         print(line, file=sys.stderr, flush=True)
 
 
-def memory(device: torch.device) -> dict[str, int]:
-    """Return what is allocated at a step boundary: on CUDA by the allocator, on the CPU the resident set, in bytes."""
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
+def _ratios(hits: list[float], counts: list[float]) -> list[float | None]:
+    """Return hits / counts of slots 1.. (slot 0 is never drafted); None for a slot that no block reached."""
+    return [round(hit / count, 4) if count else None for hit, count in zip(hits[1:], counts[1:], strict=True)]
+
+
+def _check_finite(step: int, sums: Tensor, norm: Tensor) -> None:
+    """Raise VerificationFailed when the loss or the gradient is not a number: before it is logged, and before it is
+    saved, so that a run can always go on from its last checkpoint."""
+    numerator, denominator = sums[:2].tolist()
+    loss = numerator / denominator if denominator else math.nan
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise VerificationFailed(
+            f"the loss is {loss} and the gradient's norm {float(norm)}",
+            where=f"step {step}",
+            fix="Lower train.learning_rate; the last checkpoint is from before it.",
+        )
+
+
+def memory(devices: set[torch.device]) -> dict[str, int]:
+    """Return what is held at a step boundary, in bytes: on CUDA by the allocators of all devices, on the CPU the
+    resident set."""
+    stats = [torch.cuda.memory_stats(device) for device in devices if device.type == "cuda"]
+    if stats:
         return {
-            "allocated_bytes": stats["allocated_bytes.all.current"],
-            "reserved_bytes": stats["reserved_bytes.all.current"],
-            "allocator_retries": stats["num_alloc_retries"],
+            "allocated_bytes": sum(s["allocated_bytes.all.current"] for s in stats),
+            "reserved_bytes": sum(s["reserved_bytes.all.current"] for s in stats),
+            "allocator_retries": sum(s["num_alloc_retries"] for s in stats),
         }
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

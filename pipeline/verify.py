@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from dflash.checkpoint import load_drafter
-from dflash.model import DFlashDraftModel
 from env.doctor import check_lock
 from pipeline.cache import ROOT, load_cached
 from pipeline.checkpoints import latest_checkpoint, load_checkpoint
@@ -33,7 +32,7 @@ from pipeline.proofs import (
     train_equals_decode,
 )
 from pipeline.regenerate import stop_ids
-from pipeline.replica import DTYPES
+from pipeline.replica import DTYPES, new_drafter
 from pipeline.runs import Run, read_manifest
 from pipeline.targets import load_target, load_tokenizer
 from pipeline.warmup import set_threads
@@ -49,6 +48,10 @@ def verify(run: Run) -> dict[str, Any]:
     if manifest is None:
         raise DataError("has no finished training", where=run.id, fix="Run it: invoke train --from-stage train.")
     metrics = read(run.metrics_path)
+    if not metrics:
+        raise DataError(
+            "has no records", where=run.metrics_path.name, fix="Train again: invoke train --from-stage train."
+        )
     gates = [
         environment_equals_lock(check_lock(ROOT, ROOT / "lockfiles" / "runtime.txt")),
         no_compiles_after_warmup(manifest),
@@ -58,7 +61,7 @@ def verify(run: Run) -> dict[str, Any]:
         loss_fell(metrics),
         throughput_held(metrics, config.verify.min_throughput_ratio),
     ]
-    checkpoint = latest_checkpoint(run.checkpoints_dir, print)
+    checkpoint = latest_checkpoint(run.checkpoints_dir, lambda line: None)
     if checkpoint is None:
         raise DataError(
             "has no complete checkpoint", where=run.id, fix="Run it again: invoke train --from-stage train."
@@ -74,9 +77,7 @@ def verify(run: Run) -> dict[str, Any]:
     set_threads(1, device)
 
     drafter = load_drafter(run.drafter_dir, dtype=torch.float32, device=device)
-    untrained = DFlashDraftModel(data.drafter)
-    untrained.initialise(config.seed, target.get_output_embeddings().weight)
-    untrained.to(device).eval()
+    untrained = new_drafter(config, data.drafter, target.get_output_embeddings().weight).to(device).eval()
     eos_ids = set(stop_ids(target, load_tokenizer(data.target)))
     count = config.verify.num_prompts
     with progress_bar("decoding held-out prompts", 2 * count) as bar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from dflash.compile import CompileGate
 from dflash.config import DrafterConfig
+from pipeline.compile_lock import cache_folder, compiling
 from pipeline.config import RunConfig
 from pipeline.replica import DTYPES, Borrowed, Replica, new_drafter
 from pipeline.targets import TargetFolder, load_target
@@ -23,6 +25,11 @@ def set_threads(num_workers: int, device: torch.device) -> None:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // num_workers) if device.type == "cpu" else cores)
+
+
+def say(line: str) -> None:
+    """Print a line to stderr at once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig) -> dict[str, Any]:
@@ -40,7 +47,7 @@ def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig
         start = new_drafter(config, drafter, borrowed.head_VD)
         replica = Replica("cache", config, drafter, start, borrowed, device, gate)
         begin = time.perf_counter()
-        with gate.worker("cache"):
+        with compiling(cache_folder(), say), gate.worker("cache"):
             gate.warm_up(replica.warm_up)
         seconds = round(time.perf_counter() - begin, 2)
         report = gate.report()

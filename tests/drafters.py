@@ -1,4 +1,4 @@
-"""Tiny drafters for tests, and what they need around them: block inputs, greedy text, a drafter that knows the answer."""
+"""Tiny drafters for tests, and what they need around them: block inputs, and a drafter that knows the answer."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ SETTINGS: dict[str, Any] = {
         "max_new_tokens": 12,
         "min_tau": 1.0,
         "min_tau_gain": 0.0,
+        "min_tau_gain_out_of_domain": 0.0,
         "min_throughput_ratio": 0.0,
     },
 }
@@ -150,8 +151,9 @@ def tiny_drafter(**changes: Any) -> DrafterConfig:
 
 
 def tiny_config(**sections: Mapping[str, Any]) -> RunConfig:
-    """Return SETTINGS as a configuration, with some fields of its sections changed: train={"steps": 3}."""
+    """Return SETTINGS for one drafter, with some fields of its sections changed: train={"steps": 3}."""
     settings = json.loads(json.dumps(SETTINGS))
+    settings["topology"]["drafters"] = ["cpu"]
     for name, fields in sections.items():
         settings[name] |= fields
     return RunConfig.model_validate(settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline import cache
 from tests.tiny_run import TinyRun
 
 MakeBench = Callable[[], TinyRun]
@@ -41,7 +42,11 @@ def _threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def bench(shared_bench: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyRun:
-    """Return the shared bench; runs of this test are in its own folder, answers and features are shared."""
+    """Return the shared bench; runs of this test are in its own folder, answers and features are shared.
+
+    The cache stage does not compile here (1.3 s each time); it does for the run of `finished` and in real processes.
+    """
     own = TinyRun(shared_bench.folder, tmp_path / "runs")
     own.use(monkeypatch)
+    monkeypatch.setattr(cache, "compile_once", lambda config, folder, drafter: {})
     return own

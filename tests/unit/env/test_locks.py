@@ -22,6 +22,7 @@ def project(tmp_path: Path, index: Path, make_wheel: Callable[..., Path]) -> Pat
     (root / "lockfiles/runtime.in").write_text("engine==2.0\n")
     (root / "lockfiles/dev.in").write_text("-r runtime.in\n-c runtime.txt\nchecker\n")
     (root / "lockfiles/host.in").write_text("checker\n")
+    (root / "lockfiles/next.in").write_text("part\n")
     compile_locks(root)
     return root
 
@@ -143,3 +144,14 @@ def test_tests_run_on_the_versions_that_training_uses(repository: Path) -> None:
     runtime, dev = (parse_lock(repository / "lockfiles" / f"{name}.txt") for name in ("runtime", "dev"))
     assert (runtime["torch"][0], runtime["transformers"][0]) == ("2.11.0", "5.17.0")
     assert runtime.items() <= dev.items()
+
+
+def test_only_the_lock_that_is_to_move_takes_a_newer_release(
+    project: Path, index: Path, make_wheel: Callable[..., Path]
+) -> None:
+    make_wheel(index, "part", "1.5")
+    compile_locks(project)
+    assert parse_lock(project / "lockfiles/next.txt")["part"][0] == "1.0"
+    compile_locks(project, upgrade=("next",))
+    assert parse_lock(project / "lockfiles/next.txt")["part"][0] == "1.5"
+    assert parse_lock(project / "lockfiles/runtime.txt")["part"][0] == "1.0"

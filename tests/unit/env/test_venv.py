@@ -63,7 +63,7 @@ def test_it_holds_what_the_lock_says_and_runs_this_python(project: Path, caches:
     assert python.parent.parent == runtime_folder(project, caches)
     version = subprocess.run([python, "-c", "import sys; print(sys.version)"], capture_output=True, text=True)
     assert version.stdout.strip() == sys.version
-    assert _imports(ensure_runtime(project, caches, dev=True), "checker")
+    assert _imports(ensure_runtime(project, caches, lock="dev"), "checker")
 
 
 def test_a_second_run_touches_nothing_and_starts_no_uv(

@@ -39,7 +39,7 @@ def test_every_preset_loads(path: Path) -> None:
 
 def test_an_unknown_key_offers_the_nearest_name_with_its_line(tmp_path: Path) -> None:
     path = _edited(tmp_path, "  steps:", "  stpes:")
-    line = path.read_text().splitlines().index("  stpes: 300") + 1
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "stpes" in text)
     assert _complaint(path) == f"{path}:{line}: train.stpes: unknown key. Did you mean steps?"
 
 
@@ -77,9 +77,15 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("train.betas=[0.9]", "train.betas.1: the list has too few entries. Give at least 2."),
         ("train.betas=[0.9, 0.95, 1]", "train.betas: must have at most 2 entries, got [0.9, 0.95, 1]."),
         ("train.loss=mse", "train.loss: must be 'decay' or 'dpace', got 'mse'."),
-        ("train.batch_size=7", "train: batch_size 7 is not a multiple of micro_batch 4."),
+        ("train.batch_size=7", "train: batch_size 7 is not a multiple of micro_batch 2."),
         ("drafter.block_size=1", "drafter.block_size: must be at least 2, got 1."),
         ("data.train=[]", "data.train: must not be empty, got []."),
+        ("data.buckets=[64]", "data: the largest bucket 64 does not hold max_prompt_tokens + max_answer_tokens = 128"),
+        ("train.betas=[0.9, 1]", "train: betas [0.9, 1.0] must be at least 0 and below 1"),
+        ("topology.drafters=[gpu, cpu]", "topology.drafters.0: 'gpu' is no device: name cpu, or cuda:0"),
+        ("topology.drafters=[]", "topology.drafters"),
+        ("topology.targets=[cpu, cpu]", "topology.targets"),
+        ("seed=-1", "seed"),
         ("data.buckets=[256, 128]", "data: buckets [256, 128] must be positive and ascending"),
         ("target.revision=12345", "target.revision: must be text, got 12345. Put it in quotes."),
         ("drafter.is_causal=1", "drafter.is_causal: must be true or false, got 1."),
@@ -111,12 +117,17 @@ def test_an_override_that_cannot_be_used_is_quoted(override: str, expected: str)
     assert expected in text
 
 
+def test_drafters_that_would_get_no_micro_batch_are_refused() -> None:
+    text = _complaint(QUICKSTART, "train.batch_size=2")
+    assert "train.batch_size / train.micro_batch = 1 micro-batches do not divide among 2 drafters" in text
+
+
 def test_overrides_reach_sections_lists_and_sections_that_the_file_leaves_out() -> None:
     config = load_config(
-        QUICKSTART, ["train.steps=7", "data.train.0.count=3", "verify.min_tau=1.5", "train.betas=[0.5, 1]"]
+        QUICKSTART, ["train.steps=7", "data.train.0.count=3", "verify.min_tau=1.5", "train.betas=[0.5, 0]"]
     )
     assert (config.train.steps, config.data.train[0].count, config.verify.min_tau) == (7, 3, 1.5)
-    assert config.train.betas == (0.5, 1.0)
+    assert config.train.betas == (0.5, 0.0)
 
 
 def test_a_number_with_an_exponent_needs_no_dot() -> None:
@@ -176,9 +187,9 @@ def test_a_list_given_in_code_becomes_a_tuple() -> None:
     data = {
         "train": [{"source": "wiki", "count": 1}],
         "out_of_domain": {"source": "wiki", "count": 1},
-        "buckets": [8, 16],
+        "buckets": [8, 160],
     }
-    assert DataConfig.model_validate(data).buckets == (8, 16)
+    assert DataConfig.model_validate(data).buckets == (8, 160)
 
 
 def test_the_same_configuration_has_the_same_id_and_another_has_another() -> None:

@@ -206,7 +206,12 @@ def test_more_drafters_than_torch_keeps_for_one_code_object_all_stay_compiled() 
     bodies = [gate.compile(Small(8 + i), name=f"drafter-{i}") for i in range(10)]
     inputs = [torch.randn(3, 8 + i) for i in range(10)]
     with gate.worker("all"):
-        gate.warm_up(lambda: [body(x) for body, x in zip(bodies, inputs, strict=True)] and None)
+
+        def warm() -> None:
+            for body, x in zip(bodies, inputs, strict=True):
+                body(x)
+
+        gate.warm_up(warm)
         with gate.step():
             for body, x in zip(bodies, inputs, strict=True):
                 body(x)

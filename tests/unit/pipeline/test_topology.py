@@ -1,0 +1,247 @@
+"""Threads that work together: sums, order, and an end for everyone when one fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash.compile import CompileGate, GateAborted
+from dflash.taps import extract_features
+from pipeline.batches import Collator, MicroBatch
+from pipeline.data import FeatureShards, ShardWriter
+from pipeline.topology import CachedFeatures, GradientExchange, OnlineFeatures, Rendezvous
+from tests.tiny import tiny_model
+from tests.tiny_run import made_up_samples, tiny_config, tiny_drafter
+
+DEADLINE_SECONDS = 20
+CPU = torch.device("cpu")
+
+
+def _in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """Run the functions side by side and return what each returned, or the exception that ended it. None may hang."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + DEADLINE_SECONDS
+    for thread in threads:
+        thread.join(timeout=max(0.0, end - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return results
+
+
+def _replicas(gradients: list[list[Tensor]]) -> list[Any]:
+    """Return stand-ins with what the exchange uses of a replica: its device and its gradients."""
+    return [SimpleNamespace(device=CPU, optimizer=SimpleNamespace(gradients=g)) for g in gradients]
+
+
+def _made_up_gradients(num_replicas: int) -> list[list[Tensor]]:
+    """Return numbers of such different size that adding them in another order gives another float."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [
+            torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-4, 5, shape, generator=generator)
+            for shape in [(7, 5), (3,), (64, 9), (1,), (2, 2)]
+        ]
+        for _ in range(num_replicas)
+    ]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_gradients_and_sums_are_added_up_on_every_replica_in_a_fixed_order(num: int) -> None:
+    original = _made_up_gradients(num)
+    sums = [torch.tensor([size, float(i)]) for i, size in enumerate((1e8, 1.0, -1e8)[:num])]
+    moments = random.Random(1)
+    for _ in range(10):
+        replicas = _replicas([[g.clone() for g in one] for one in original])
+        exchange = GradientExchange(replicas)
+
+        waits = [moments.uniform(0, 0.01) for _ in range(num)]
+
+        def work(index: int, exchange: GradientExchange = exchange, waits: list[float] = waits) -> Tensor:
+            time.sleep(waits[index])
+            return exchange.total(index, sums[index])
+
+        totals = _in_threads(*[partial(work, i) for i in range(num)])
+        for replica in replicas:
+            for place, gradient in enumerate(replica.optimizer.gradients):
+                expected = original[0][place].clone()
+                for other in original[1:]:
+                    expected += other[place]
+                assert torch.equal(gradient, expected)  # bit for bit, whoever came first
+        assert all(torch.equal(total, torch.stack(sums).sum(0)) for total in totals)
+
+
+def test_the_made_up_gradients_tell_one_order_from_another() -> None:
+    a, b, c = (one[2] for one in _made_up_gradients(3))
+    assert not torch.equal((a + b) + c, (c + b) + a)
+
+
+def test_the_exchange_works_step_after_step() -> None:
+    gradients = [[torch.zeros(4)] for _ in range(2)]
+    exchange = GradientExchange(_replicas(gradients))
+
+    def work(index: int) -> list[float]:
+        seen = []
+        for step in range(50):
+            gradients[index][0].fill_(float(step * (index + 1)))
+            total = exchange.total(index, torch.tensor([1.0, float(step)]))
+            seen += [gradients[index][0][0].item(), total[1].item()]
+            exchange.rendezvous.wait()  # as after the optimizer's step
+        return seen
+
+    expected = [value for step in range(50) for value in (3.0 * step, 2.0 * step)]
+    assert _in_threads(lambda: work(0), lambda: work(1)) == [expected, expected]
+    assert exchange.rendezvous.seconds_waited > 0
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_worker_that_fails_ends_the_others_with_a_message(failing: int) -> None:
+    exchange = GradientExchange(_replicas(_made_up_gradients(3)))
+
+    def work(index: int) -> None:
+        try:
+            for step in range(5):
+                if index == failing and step == 2:
+                    raise ValueError("out of memory")
+                exchange.total(index, torch.zeros(2))
+                exchange.rendezvous.wait()
+        except ValueError:
+            exchange.rendezvous.abort()
+            raise
+
+    results = _in_threads(*[partial(work, i) for i in range(3)])
+    for index, result in enumerate(results):
+        assert isinstance(result, ValueError if index == failing else GateAborted)
+        assert str(result) == ("out of memory" if index == failing else "another worker failed")
+
+
+def test_without_the_abort_the_others_would_wait_for_ever() -> None:
+    rendezvous = Rendezvous(2)
+    thread = threading.Thread(target=lambda: _swallow(rendezvous.wait), daemon=True)
+    thread.start()
+    thread.join(timeout=0.5)
+    assert thread.is_alive()
+    rendezvous.abort()
+    thread.join(timeout=DEADLINE_SECONDS)
+    assert not thread.is_alive()
+
+
+def _swallow(function: Callable[[], Any]) -> None:
+    with pytest.raises(GateAborted):
+        function()
+
+
+def _micro_batches(num: int, size: int = 2, bucket: int = 32) -> list[MicroBatch]:
+    config = tiny_config(train={"batch_size": size, "micro_batch": size})
+    collator = Collator(config, tiny_drafter(), made_up_samples(20))
+    return [collator.collate(0, bucket, (2 * i, 2 * i + 1)) for i in range(num)]
+
+
+def test_cached_features_are_padded_with_zeros_to_the_bucket_and_the_micro_batch(tmp_path: Path) -> None:
+    samples = made_up_samples(5)
+    writer = ShardWriter(tmp_path, 2)
+    made = [torch.randn(len(s.input_ids), 6) for s in samples]
+    for features in made:
+        writer.add(features)
+    writer.flush()
+    source = CachedFeatures(FeatureShards(tmp_path, {"places": writer.places}), 6)
+    config = tiny_config(train={"batch_size": 3, "micro_batch": 3})
+    batch = Collator(config, tiny_drafter(), samples).collate(0, 32, (4, 1))
+    out = source(0, batch, 3, CPU, torch.float32)
+    assert out.shape == (3, 32, 6)
+    for row, index in enumerate((4, 1)):
+        length = len(samples[index].input_ids)
+        assert torch.equal(out[row, :length], made[index])
+        assert (out[row, length:] == 0).all()
+    assert (out[2] == 0).all()
+    assert torch.equal(source(0, batch, 3, CPU, torch.bfloat16), out.to(torch.bfloat16))
+
+
+LAYERS = (1, 3)
+
+
+def _online(num_workers: int, depth: int = 2, target: Any = None) -> OnlineFeatures:
+    gate = CompileGate(workers=num_workers, backend="aot_eager")
+    return OnlineFeatures(target or tiny_model(), LAYERS, gate, num_workers, depth)
+
+
+def test_online_features_are_those_of_the_target_in_the_order_of_use() -> None:
+    target, batches = tiny_model(), _micro_batches(7)
+    online = _online(2, target=target)
+
+    def drafter(worker: int) -> list[Tensor]:
+        return [online(worker, batch, 2, CPU, torch.float32) for batch in batches[worker::2]]
+
+    stream = [(i % 2, batch) for i, batch in enumerate(batches)]
+    first, second, ended = _in_threads(
+        lambda: drafter(0), lambda: drafter(1), lambda: online.work("target-0", iter(stream))
+    )
+    assert ended is None
+    for worker, got in enumerate((first, second)):
+        expected = [extract_features(target, b.tokens_bS, LAYERS) for b in batches[worker::2]]
+        assert len(got) == len(expected) > 0
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert online.seconds_drafters_waited > 0
+
+
+def test_the_target_runs_only_as_far_ahead_as_the_queue_is_deep() -> None:
+    taken = []
+
+    def stream() -> Iterator[tuple[int, MicroBatch]]:
+        for number, batch in enumerate(_micro_batches(8)):
+            taken.append(number)
+            yield 0, batch
+
+    online = _online(1, depth=2)
+
+    def stop_later() -> None:
+        end = time.monotonic() + DEADLINE_SECONDS / 2
+        while len(taken) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.3)  # time enough to run further ahead
+        online.stopping.set()
+
+    _in_threads(lambda: online.work("target-0", stream()), stop_later)
+    assert taken == [0, 1, 2]  # two in the queue, one that waits for room
+
+
+def test_a_target_that_waits_for_room_stops_when_asked_and_that_is_no_failure() -> None:
+    online = _online(1, depth=1)
+
+    def stop_later() -> None:
+        time.sleep(0.5)
+        online.stopping.set()
+
+    ended, _ = _in_threads(lambda: online.work("target-0", ((0, batch) for batch in _micro_batches(5))), stop_later)
+    assert ended is None
+
+
+def test_a_drafter_that_waits_for_features_ends_when_the_target_is_gone() -> None:
+    online = _online(1)
+
+    def stop_later() -> None:
+        time.sleep(0.5)
+        online.stopping.set()
+
+    batch = _micro_batches(1)[0]
+    ended, _ = _in_threads(lambda: online(0, batch, 2, CPU, torch.float32), stop_later)
+    assert isinstance(ended, GateAborted)
+    assert str(ended) == "the run is stopping"
