@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -79,7 +79,7 @@ class CompileGate:
             raise ValueError(f"on_miss is {on_miss!r}; use raise or park")
         self.on_miss, self.backend = on_miss, backend
         self._expected, self._log, self._patience = workers, log or (lambda line: None), patience_seconds
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._running: set[str] = set()
         self._waiting: list[str] = []
         self._exclusive: str | None = None
@@ -159,9 +159,11 @@ class CompileGate:
             raise GateError("this thread is not a worker of the gate; wrap it in gate.worker(name)")
         return name
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """The part of a step that may call gated functions and run backward. Starts only while nobody compiles."""
+        return _Step(self)
+
+    def _enter_step(self) -> None:
         me = self._me()
         if self._local.depth:
             raise GateError(f"{me} entered step() twice")
@@ -170,14 +172,16 @@ class CompileGate:
                 self._wait(lambda: self._exclusive is None and not self._waiting, "a compile")
             self._running.add(me)
         self._local.depth = 1
-        try:
-            yield
-        finally:
-            self._local.depth = 0
-            with self._changed:
-                self._running.discard(me)
-                if self._exclusive == me:
-                    self._release()
+
+    def _leave_step(self) -> None:
+        me = self._local.name
+        self._local.depth = 0
+        with self._changed:
+            self._running.discard(me)
+            if self._exclusive == me:
+                self._release()
+                self._changed.notify_all()
+            elif self._waiting:
                 self._changed.notify_all()
 
     def warm_up(self, function: Callable[[], None]) -> None:
@@ -209,6 +213,7 @@ class CompileGate:
         me = self._me()
         with self._changed:
             self._waiting.append(me)
+            self._changed.notify_all()  # one that waits for this worker's step need not wait for it any more
             self._wait(
                 lambda: self._exclusive is None and self._waiting[0] == me and not (self._running - set(self._waiting)),
                 "the other workers' steps",
@@ -245,7 +250,8 @@ class CompileGate:
                 busy = (
                     self._exclusive
                     or ", ".join(sorted(self._running - set(self._waiting)))
-                    or "workers not yet started"
+                    or ", ".join(self._waiting)
+                    or "nobody yet"
                 )
                 self._log(f"{me} has waited {time.perf_counter() - start:.0f} s for {what}; busy: {busy}")
         self._seconds["parked"] += time.perf_counter() - start
@@ -276,6 +282,21 @@ class CompileGate:
             "seconds_parked": round(self._seconds["parked"], 3),
             "missing_gpu_shim": self.shimmed,
         }
+
+
+class _Step:
+    """`with gate.step():` as a class, since it is entered at every step: a generator would cost twice as much."""
+
+    __slots__ = ("_gate",)
+
+    def __init__(self, gate: CompileGate) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        self._gate._enter_step()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._gate._leave_step()
 
 
 class GatedFunction(Generic[P, R]):

@@ -117,9 +117,11 @@ def run_laboratory(
     *,
     random_runs: int = RANDOM_RUNS,
     minutes: float = 25.0,
+    layers: Sequence[bool] = (False, True),
+    first_seed: int = 0,
     say: Any = print,
 ) -> list[CaseResult]:
-    """Return a result for every case, device and mode; what the time did not reach has runs = 0."""
+    """Return a result for every case, device and layer (False: no gate); what the time did not reach has runs = 0."""
     from dflash.compile.lab_cases import CASES
 
     end = time.monotonic() + minutes * 60
@@ -129,9 +131,9 @@ def run_laboratory(
         for device in devices:
             if device not in case.devices:
                 continue
-            for gated in (False, True):
+            for gated in layers:
                 result = CaseResult(name, case.schedule, device, gated)
-                for seed in range(random_runs if case.schedule == "random" else 1):
+                for seed in range(first_seed, first_seed + (random_runs if case.schedule == "random" else 1)):
                     deadline = min(DEADLINE_SECONDS[case.schedule], end - time.monotonic())
                     if deadline > 5:
                         run_once(name, gated, device, seed, deadline, result)
@@ -175,10 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", action="append", help="run only this case; may be repeated")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="run only on this device")
     parser.add_argument("--runs", type=int, default=RANDOM_RUNS, help="runs of each random case")
+    parser.add_argument("--layer", choices=("none", "gate", "both"), default="both", help="with or without the gate")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first random run")
     parser.add_argument("--minutes", type=float, default=25.0, help="end after this time whatever happens")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--gated", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, default=90.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -197,7 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("--device: torch sees no such device here. Leave the option out.", file=sys.stderr)
         return 2
     results = run_laboratory(
-        names, devices, random_runs=options.runs, minutes=options.minutes, say=lambda line: print(line, flush=True)
+        names,
+        devices,
+        random_runs=options.runs,
+        minutes=options.minutes,
+        layers={"none": [False], "gate": [True], "both": [False, True]}[options.layer],
+        first_seed=options.seed,
+        say=lambda line: print(line, flush=True),
     )
     for result in results:
         if result.details and not result.gate:

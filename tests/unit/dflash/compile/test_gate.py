@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch._dynamo
+import torch.fx._symbolic_trace
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -16,6 +17,8 @@ from dflash.compile import CompileGate, CompileMiss, GateAborted, GateError
 from dflash.compile.settings import SETTINGS
 
 DEADLINE = 60.0
+FLAG_IS_GLOBAL = hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag")
+"""True up to torch 2.13; from 2.14 the flag is thread-local (pytorch#168999)."""
 
 
 class Small(nn.Module):
@@ -184,6 +187,26 @@ def test_park_compiles_a_miss_with_all_others_outside_their_steps_and_counts_it(
     assert seen and all(not others for others in seen), "someone was inside a step while a miss compiled"
 
 
+def test_two_workers_that_miss_at_once_take_turns_without_waiting_for_a_timeout() -> None:
+    gate = CompileGate(workers=2, on_miss="park", backend="aot_eager", patience_seconds=30.0)
+    bodies = [gate.compile(Small(), name=f"drafter-{i}") for i in range(2)]
+    together = threading.Barrier(2)
+
+    def work(index: int) -> None:
+        with gate.worker(f"drafter-{index}"):
+            gate.warm_up(lambda: step_of(bodies[index], 3))
+            with gate.step():
+                together.wait(DEADLINE)  # both are inside a step when both miss
+                time.sleep(0.2 * index)
+                step_of(bodies[index], 5)
+
+    assert run_threads(work, 2) == [None, None]
+    gate.close()
+    report = gate.report()
+    assert (report["misses"], report["compiles_after_warmup"]) == (2, 4)
+    assert report["seconds_parked"] < 20.0, "a worker slept until its patience ended: nobody woke it"
+
+
 def test_a_dead_worker_ends_the_waiting_ones_with_its_reason() -> None:
     gate = new_gate(3)
     bodies = [gate.compile(Small(), name=f"drafter-{i}") for i in range(3)]
@@ -289,7 +312,7 @@ def test_a_warm_call_survives_a_trace_in_a_thread_outside_the_gate(protected: bo
         thread, _, release = hold_a_trace()
         try:
             with gate.step():
-                if protected:
+                if protected or not FLAG_IS_GLOBAL:
                     step_of(body, 3)
                 else:
                     with pytest.raises(RuntimeError, match="symbolically trace"):
