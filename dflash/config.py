@@ -110,6 +110,7 @@ class DrafterConfig:
         )
         ids = self.target_layer_ids
         self._require(bool(ids), "target_layer_ids", "is empty")
+        self._require(len(set(ids)) == len(ids), "target_layer_ids", f"{list(ids)} names a layer twice")
         self._require(
             all(0 <= i < self.num_target_layers for i in ids),
             "target_layer_ids",

@@ -59,6 +59,8 @@ def _exit_code(error: BaseException) -> int | None:
         return _INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return 1
+    if _out_of_memory(error) or (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG):
+        return 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
         return 3
     return None
@@ -69,6 +71,12 @@ def _message(error: BaseException) -> str:
         return "interrupted. The same command goes on from the last finished stage or checkpoint."
     if isinstance(error, BrokenPipeError):
         return "the reader of the output went away."
+    if _out_of_memory(error):
+        reason = " ".join(str(error).split())[:160]
+        fix = "Lower train.micro_batch, data.generate_batch, data.buckets or drafter.block_size."
+        return f"out of memory ({reason}). {fix}"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{str(error.filename)[:60]}...: the name is too long. Choose a shorter one."
     if isinstance(error, OSError) and not hasattr(error, "exit_code"):
         place = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -76,6 +84,12 @@ def _message(error: BaseException) -> str:
         what = (error.strerror or str(error)).lower()
         return f"{place}{what}. {fix} (DFLASH_CACHE, DFLASH_RUNS) and run the command again."
     return one_line(error)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Return whether Python or torch could not allocate; known by name, since torch is not imported here."""
+    by_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and by_torch)
 
 
 def _say(line: str) -> None:

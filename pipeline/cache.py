@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from dflash.config import DrafterConfig, spread_layer_ids
 from dflash.errors import DFlashError
@@ -29,12 +28,13 @@ from pipeline.data import (
     write_samples,
 )
 from pipeline.errors import ConfigError, DataError
+from pipeline.inputs import input_files
 from pipeline.metrics import progress_bar
 from pipeline.prompts import collect_prompts
 from pipeline.regenerate import generate_answers
 from pipeline.rendering import Sample, check_mask_absent, check_supervised, make_sample, render_prompt, supervised_share
 from pipeline.runs import Run, read_manifest
-from pipeline.targets import TargetFolder, check_mask_token, load_target, load_tokenizer, resolve_target
+from pipeline.targets import TargetFolder, check_mask_token, load_target, load_tokenizer, resolve_target, target_config
 from pipeline.warmup import compile_once, set_threads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +48,7 @@ def build_cache(run: Run) -> dict[str, Any]:
     config, caches = run.config, CacheDirs.from_environment(ROOT)
     check_devices(config)
     folder = resolve_target(config.target, caches.models, caches.packages)
+    target_config(folder)  # the tokenizer's loader reads it too, and would call its faults the tokenizer's
     tokenizer = load_tokenizer(folder)
     check_mask_token(config.drafter.mask_token_id, folder, tokenizer)
     drafter = drafter_config(config, folder)
@@ -91,6 +92,7 @@ def build_cache(run: Run) -> dict[str, Any]:
     del model
     counts = ("num_samples", "num_tokens", "supervised_share", "skipped_too_long", "answers_cut")
     return {
+        "inputs": input_files(config),
         "target": {"name": folder.name, "identity": folder.identity},
         "answers": {"folder": str(answers_at), **{key: answers[key] for key in counts}},
         "features": {
@@ -130,7 +132,15 @@ def check_devices(config: RunConfig) -> None:
 
 def drafter_config(config: RunConfig, folder: TargetFolder) -> DrafterConfig:
     """Return the drafter that the run's configuration asks for on this target. Raises ConfigError naming the key."""
-    target = AutoConfig.from_pretrained(folder.path, local_files_only=True)
+    target = target_config(folder)
+    longest = config.data.max_prompt_tokens + config.data.max_answer_tokens
+    positions = target.max_position_embeddings
+    if longest > positions:
+        raise ConfigError(
+            f"max_prompt_tokens + max_answer_tokens = {longest}, the target has {positions} positions",
+            where="data",
+            fix="Lower them.",
+        )
     section = config.drafter
     changes: dict[str, Any] = {"is_causal": section.is_causal, "sliding_window": section.sliding_window}
     if section.layer_types:
@@ -231,6 +241,8 @@ def load_cached(run: Run) -> CachedData:
     again = "Rebuild it: invoke train --from-stage cache."
     if manifest is None:
         raise DataError("has no cache stage", where=run.id, fix=again)
+    if not all(isinstance(manifest.get(key), dict) for key in ("target", "answers", "features")):
+        raise DataError("is damaged", where=str(run.manifest_path("cache")), fix=again)
     caches = CacheDirs.from_environment(ROOT)
     folder = resolve_target(run.config.target, caches.models, caches.packages)
     if folder.identity != manifest["target"]["identity"]:

@@ -24,8 +24,9 @@ from env.installed import Finding
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError, VerificationFailed
 from pipeline.files import atomic_write_json
+from pipeline.inputs import check_inputs
 from pipeline.report import shown, write_report
-from pipeline.runs import Run, find_run, lock_run, open_run, read_manifest
+from pipeline.runs import Run, discard_run, find_run, is_new, latest_run, lock_run, open_run, read_manifest
 from pipeline.stages import Stage, run_stages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,9 +53,12 @@ def train(
     _check_environment(root, checks)
     caches = CacheDirs.from_environment(root)
     hash_of_source = source_hash(root)
+    before = latest_run(caches.runs)
     run = open_run(config, caches.runs, fingerprint(root))
     with lock_run(run):
         if functions is None:
+            if not (force or only == "cache" or start_from == "cache"):
+                check_inputs(run)
             set_cache_variables(config, caches, compile_factors(root))
             functions = _real_stages()
         say(f"run {_relative(run.folder)}")
@@ -65,7 +69,10 @@ def train(
             )
         except VerificationFailed as error:
             failure = error
-        except BaseException:
+        except BaseException as error:
+            if getattr(error, "exit_code", None) == ConfigError.exit_code and is_new(run):
+                discard_run(run, before)  # bad input leaves no run behind, and latest where it was
+                raise
             with contextlib.suppress(Exception):  # the report must not hide why the run stopped
                 write_report(run, run.report_path)
             raise
@@ -143,7 +150,7 @@ def _real_stages() -> dict[str, Stage]:
 def _print_summary(run: Run) -> None:
     console = Console(highlight=False)
     found: Mapping[str, Any] = read_manifest(run.verify_path) or {}
-    gates = found.get("gates") or []
+    gates = [gate for gate in found.get("gates") or [] if isinstance(gate, dict)]
     if gates:
         table = Table("gate", "value", "limit", "verdict", box=None, pad_edge=False)
         for gate in gates:

@@ -89,17 +89,17 @@ class DrafterSection(Section):
     """Draft layers L."""
     block_size: int = Field(default=4, ge=2)
     """Slots B in a block: the clean anchor and B-1 drafted tokens."""
-    target_layer_ids: tuple[int, ...] | None = None
+    target_layer_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Tapped decoder layers, 0-based outputs; null spreads `num_taps` of them evenly (anatomy 1.2)."""
     num_taps: int = Field(default=5, gt=0)
     """Taps K when target_layer_ids is null; not tied to num_layers."""
     mask_token_id: int = Field(ge=0)
     """A row of the target's embedding that is neither pad nor EOS and never occurs in the data."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = Field(default=None, gt=0)
     """FFN width; null takes the target's."""
     attention: Literal["auto", "flex", "sdpa", "eager"] = "auto"
     """auto: flex on CUDA, sdpa elsewhere. The same numbers within rounding."""
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = Field(default=None, min_length=1)
     """One per draft layer; null makes all full."""
     sliding_window: int | None = Field(default=None, gt=0)
     """Tokens W: a sliding layer's slot sees keys with position > own position - W."""
@@ -197,9 +197,9 @@ class VerifyConfig(Section):
 
 
 class RunConfig(Section):
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=100)
     """Prefix of the run's folder."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds prompts, anchors, order and initial weights."""
     target: TargetConfig
     data: DataConfig
@@ -208,6 +208,15 @@ class RunConfig(Section):
     topology: TopologyConfig = TopologyConfig()
     compile: CompileConfig = CompileConfig()
     verify: VerifyConfig = VerifyConfig()
+
+    @model_validator(mode="after")
+    def _block_in_bucket(self) -> RunConfig:
+        if self.drafter.block_size > self.data.buckets[-1]:
+            raise ValueError(
+                f"drafter.block_size {self.drafter.block_size} is longer than the largest of data.buckets, "
+                f"{self.data.buckets[-1]}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _work_for_every_drafter(self) -> RunConfig:
@@ -259,7 +268,7 @@ def _apply_override(data: dict[str, Any], text: str) -> Location:
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
+            if not part.isdecimal() or int(part) >= len(node):
                 raise ConfigError(
                     f"{'.'.join(parts[:depth])} is a list of {len(node)}, {part!r} is no entry of it",
                     where=f"override {text}",

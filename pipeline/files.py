@@ -51,3 +51,11 @@ def sha256_file(path: Path) -> str:
     """Return the hex sha256 of a file's content, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def expand_user(text: str) -> Path:
+    """Return the path with ~ and ~name replaced; as it stands where no such user is known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)

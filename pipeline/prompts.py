@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.catalogue import Catalogue, NamedData, load_catalogue, nearest
 from pipeline.config import PromptSource, RunConfig
 from pipeline.errors import ConfigError, DataError
+from pipeline.files import expand_user
 from pipeline.packages import fetch_file
 from pipeline.rendering import Message, render_prompt
 
@@ -70,7 +71,7 @@ def load_prompts(
             for number, text in enumerate(_named_texts(path, entry), start=1)
             if text.strip()
         ]
-    path = Path(source).expanduser()
+    path = expand_user(source)
     if path.suffix == ".jsonl":
         if not path.is_file():
             raise ConfigError(f"file {source!r} does not exist", where="data", fix="Correct the path.")
@@ -131,7 +132,11 @@ def _parse_line(line: bytes, where: str, *, is_cut_off: bool) -> dict[str, Any]:
         raise DataError(f"byte {error.start + 1} is not UTF-8", where=where, fix="Save the file as UTF-8.") from None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise DataError("brackets nested too deep", where=where, fix="Correct or remove the line.") from None
+    except ValueError as error:
+        if not isinstance(error, json.JSONDecodeError):  # a number of thousands of digits
+            raise DataError("holds a number that is too long", where=where, fix="Correct the line.") from None
         if error.msg == "Extra data" and text[error.pos :].startswith("{"):
             raise DataError("two objects on one line", where=where, fix="Break the line between them.") from None
         if text.startswith("["):
@@ -175,6 +180,11 @@ def _text(value: Any, name: str, where: str) -> str:
         raise DataError(f"{name} is {shown}, not text", where=where, fix="Fill it in or remove the line.")
     if not value.strip():
         raise DataError(f"{name} is empty", where=where, fix="Fill it in or remove the line.")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # half of a pair like \\ud83d\\ude00, cut in the middle
+        half = f"half a character, \\u{ord(value[error.start]):04x}"
+        raise DataError(f"{name} holds {half}", where=where, fix="Correct or remove the line.") from None
     return value
 
 

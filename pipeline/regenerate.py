@@ -17,7 +17,15 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
         found = tokenizer.eos_token_id
     if found is None:
         raise DataError("the target names no EOS token", where="target.source", fix="Add generation_config.json to it.")
-    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    ids = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    rows = model.config.get_text_config().vocab_size
+    if not ids or not all(isinstance(token, int) and 0 <= token < rows for token in ids):
+        raise DataError(
+            f"the target's eos_token_id {found!r} is no token of its {rows}",
+            where="target.source",
+            fix="Correct its generation_config.json.",
+        )
+    return ids
 
 
 @torch.inference_mode()

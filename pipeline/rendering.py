@@ -49,13 +49,15 @@ def render_prompt(
         ids: Any = tokenizer.apply_chat_template(
             conversation, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except TemplateError as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         roles = ", ".join(message["role"] for message in conversation)
         raise DataError(
             f"the chat template refuses a conversation of roles {roles} ({error})",
             where=name,
             fix="Change the roles, or set data.system_prompt: null.",
         ) from None
+    if not len(ids):
+        raise DataError("the chat template writes nothing", where=name, fix="Take the one of the target's release.")
     return [int(token) for token in ids]
 
 

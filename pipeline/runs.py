@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,6 +89,30 @@ def open_run(config: RunConfig, runs_root: Path, fingerprint: dict[str, Any]) ->
     atomic_write_json(run.fingerprint_path, fingerprint)
     _point_latest(runs_root, run.id)
     return run
+
+
+def latest_run(runs_root: Path) -> str | None:
+    """Return the id that runs/latest names, None when there is none."""
+    latest = runs_root / LATEST
+    try:
+        return os.readlink(latest) if latest.is_symlink() else latest.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def is_new(run: Run) -> bool:
+    """Return whether no stage of the run was ever finished and nothing of it was trained."""
+    return not run.manifest_path("cache").exists() and not run.checkpoints_dir.exists()
+
+
+def discard_run(run: Run, latest_before: str | None) -> None:
+    """Remove a run that never began, and point runs/latest back to where it was."""
+    shutil.rmtree(run.folder, ignore_errors=True)
+    runs_root = run.folder.parent
+    if latest_before is not None and latest_before != run.id:
+        _point_latest(runs_root, latest_before)
+    else:
+        (runs_root / LATEST).unlink(missing_ok=True)
 
 
 def find_run(path: str | Path, runs_root: Path) -> Run:

@@ -127,8 +127,13 @@ def _entry(name: str, state: str, seconds: float | None, finished: str | None, e
 
 
 def is_finished(manifest: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Return whether a manifest is one of a stage that need not run again."""
-    return manifest is not None and isinstance(manifest.get("finished"), str) and manifest.get("verdict") != "fail"
+    """Return whether a manifest is one of a stage that need not run again. One with gates must have passed them all."""
+    if manifest is None or not isinstance(manifest.get("finished"), str) or manifest.get("verdict", "pass") != "pass":
+        return False
+    gates = manifest.get("gates")
+    return gates is None or (
+        isinstance(gates, list) and all(isinstance(g, dict) and g.get("verdict") == "pass" for g in gates)
+    )
 
 
 def one_line(error: BaseException) -> str:

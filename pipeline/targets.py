@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from pipeline.catalogue import Catalogue, load_catalogue, nearest
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import atomic_write_text, sha256_file
+from pipeline.files import atomic_write_text, expand_user, sha256_file
 from pipeline.gguf import convert_llama_gguf
 from pipeline.packages import fetch_file
 from pipeline.rendering import render_prompt
@@ -59,7 +66,7 @@ def resolve_target(
     """
     catalogue = catalogue or load_catalogue()
     source = config.source
-    folder = Path(source).expanduser()
+    folder = expand_user(source)
     is_folder = source not in catalogue.targets and (folder.is_dir() or _looks_like_folder(source))
     if config.revision is not None and (is_folder or source in catalogue.targets):
         raise ConfigError(
@@ -134,7 +141,13 @@ def check_folder(path: Path) -> None:
     """Raise DataError if `path` is not a whole folder with a supported config, safetensors weights and a tokenizer."""
     check_architecture(read_json(path / "config.json"), where=str(path / "config.json"))
     index = path / "model.safetensors.index.json"
-    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else ["model.safetensors"]
+    names = ["model.safetensors"]
+    if index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            what = "weight_map does not name a file for each weight"
+            raise DataError(what, where=str(index), fix="Copy or download the model again.")
+        names = sorted(set(shards.values()))
     for name in names:
         try:
             with safe_open(path / name, framework="pt"):  # reads the header and compares it with the file's size
@@ -149,14 +162,20 @@ def check_folder(path: Path) -> None:
 def check_architecture(config: dict[str, Any], *, where: str) -> None:
     """Raise DataError unless `config` (a config.json) is of an unquantised model that the taps are written for."""
     found = config.get("architectures") or []
+    found = found if isinstance(found, list) else [found]
     if len(found) != 1 or found[0] not in ARCHITECTURES:
         raise DataError(
             f"architecture is {', '.join(map(str, found)) or 'not named'}",
             where=where,
             fix=f"Supported targets: {', '.join(ARCHITECTURES)}.",
         )
+    wanted = found[0].removesuffix("ForCausalLM").lower()
+    if config.get("model_type") != wanted:  # the library goes by model_type and drops weights that do not fit it
+        what = f"model_type is {config.get('model_type')!r}, architectures says {wanted!r}"
+        raise DataError(what, where=where, fix="Copy or download the model again.")
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        section = config["quantization_config"]
+        method = section.get("quant_method", "unknown") if isinstance(section, dict) else section
         raise DataError(f"weights are quantised ({method})", where=where, fix="Use the float or bfloat16 version.")
 
 
@@ -167,7 +186,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
         raise DataError(what, where=str(path), fix="A target is a folder in Hugging Face format.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON ({error})", where=str(path), fix="Copy or download the model again.") from None
     if not isinstance(value, dict):
         raise DataError("is not a JSON object", where=str(path), fix="Copy or download the model again.")
@@ -203,10 +222,25 @@ def load_target(folder: TargetFolder, dtype: torch.dtype, device: str | torch.de
 
     Raises DataError if a weight is missing or has another shape: the library would leave it random, with a warning.
     """
-    with _quiet_loading():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder.path, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
-        )
+    try:
+        with _quiet_loading():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder.path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        if "memory" in str(error).lower():
+            raise
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"the model cannot be built of config.json and weights ({reason})",
+            where=str(folder.path),
+            fix="Copy or download the model again.",
+        ) from None
     model, info = loaded
     wrong = sorted([*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])])
     if wrong:
@@ -216,6 +250,16 @@ def load_target(folder: TargetFolder, dtype: torch.dtype, device: str | torch.de
             fix="Copy or download the model again.",
         )
     return model.eval().requires_grad_(False).to(device)
+
+
+def target_config(folder: TargetFolder) -> PreTrainedConfig:
+    """Return the target's config. Raises DataError if the library refuses a value in it."""
+    try:
+        return AutoConfig.from_pretrained(folder.path, local_files_only=True)
+    except Exception as error:  # its validators raise their own kinds
+        reason = " ".join(str(error).split())[:160]
+        where = str(folder.path / "config.json")
+        raise DataError(f"cannot be used ({reason})", where=where, fix="Copy or download the model again.") from None
 
 
 def load_tokenizer(folder: TargetFolder) -> PreTrainedTokenizerBase:
@@ -229,12 +273,14 @@ def load_tokenizer(folder: TargetFolder) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Hide the library's progress bar for one load; ours is the only one on the screen."""
-    was_on = transformers_logging.is_progress_bar_enabled()
+    """Hide the library's progress bar and its table of unfit weights for one load; ours is one line."""
+    was_on, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if was_on:
             transformers_logging.enable_progress_bar()
 
@@ -251,8 +297,9 @@ def check_mask_token(mask_token_id: int, folder: TargetFolder, tokenizer: PreTra
             stops.update(_as_ids(source.get(key)))
     stops.update(_as_ids([tokenizer.eos_token_id, tokenizer.pad_token_id]))
     written = set(render_prompt(tokenizer, [{"role": "user", "content": ""}]))
-    if mask_token_id >= config["vocab_size"]:
-        what = f"{mask_token_id} is outside the target's embedding of {config['vocab_size']} rows"
+    rows = target_config(folder).vocab_size
+    if mask_token_id >= rows:
+        what = f"{mask_token_id} is outside the target's embedding of {rows} rows"
     elif mask_token_id in stops:
         what = f"{mask_token_id} is the target's pad or EOS token ({tokenizer.convert_ids_to_tokens(mask_token_id)})"
     elif mask_token_id in written:
@@ -260,8 +307,8 @@ def check_mask_token(mask_token_id: int, folder: TargetFolder, tokenizer: PreTra
         what = f"{mask_token_id} ({token}) is written into every prompt by the chat template"
     else:
         return
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i < config["vocab_size"]}
-    spare = range(len(tokenizer), config["vocab_size"])
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i < rows}
+    spare = range(len(tokenizer), rows)
     good = [*sorted(special - stops - written, reverse=True)[:4], *spare[:2]]
     fix = f"Unused here: {', '.join(map(str, good))}." if good else "Choose the id of a token that no text contains."
     raise ConfigError(what, where="drafter.mask_token_id", fix=fix)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dflash.checkpoint import load_drafter
+from dflash.errors import DFlashError
 from env.doctor import check_lock
 from pipeline.cache import ROOT, load_cached
 from pipeline.checkpoints import latest_checkpoint, load_checkpoint
@@ -47,6 +48,8 @@ def verify(run: Run) -> dict[str, Any]:
     manifest = read_manifest(run.manifest_path("train"))
     if manifest is None:
         raise DataError("has no finished training", where=run.id, fix="Run it: invoke train --from-stage train.")
+    if not {"compiles_after_warmup", "eager_bodies", "replicas_equal", "sessions", "workers"} <= manifest.keys():
+        raise DataError("is damaged", where=str(run.manifest_path("train")), fix="Run invoke train --from-stage train.")
     metrics = read(run.metrics_path)
     if not metrics:
         raise DataError(
@@ -67,13 +70,17 @@ def verify(run: Run) -> dict[str, Any]:
             "has no complete checkpoint", where=run.id, fix="Run it again: invoke train --from-stage train."
         )
     weights = load_checkpoint(checkpoint).tensors["weights"]
+    try:
+        exported = load_drafter(run.drafter_dir)
+    except DFlashError as error:
+        raise DataError(error.what, where=error.where, fix="Train again: invoke train --from-stage train.") from None
     gates.append(export_equals_training(run.drafter_dir, weights, DTYPES[config.train.precision]))
 
     device = torch.device(config.topology.drafters[0])
     target = load_target(data.target, torch.float32, device)
     # The same intra-op threads as training, so that its compiled code is found on disk; decoding then takes all cores.
     set_threads(len(config.topology.drafters), device)
-    gates.append(compiled_equals_dense(config, data, target, load_drafter(run.drafter_dir), device))
+    gates.append(compiled_equals_dense(config, data, target, exported, device))
     set_threads(1, device)
 
     drafter = load_drafter(run.drafter_dir, dtype=torch.float32, device=device)

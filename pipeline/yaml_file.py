@@ -12,6 +12,12 @@ from pipeline.errors import ConfigError
 
 Location = tuple[int | str, ...]
 
+MAX_VALUES = 10_000
+"""A file of a person is far below; aliases of aliases grow to billions of values."""
+
+_UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What PyYAML raises for a value that does not suit its tag (2020-13-45, !!bool x) and for too many brackets."""
+
 
 class _Loader(yaml.SafeLoader):
     pass
@@ -25,7 +31,23 @@ _Loader.add_implicit_resolver(
 
 def parse_value(text: str) -> Any:
     """Return the value of a YAML scalar or flow sequence, by the same rules as a file. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _collect_lines(node, (), {}, Path("override"), [])
+        return loader.construct_document(node)
+    except _UNUSABLE as error:
+        raise yaml.YAMLError(_reason(error)) from None
+    finally:
+        loader.dispose()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "brackets nested too deep"
+    return " ".join(str(error).split())[:100]
 
 
 def read_yaml(path: Path) -> tuple[Any, dict[Location, int]]:
@@ -43,8 +65,11 @@ def read_yaml(path: Path) -> tuple[Any, dict[Location, int]]:
             return (loader.construct_document(node) if node is not None else None), lines
         finally:
             loader.dispose()
-    except UnicodeDecodeError as error:
+    except UnicodeDecodeError as error:  # a ValueError, so before those
         raise ConfigError(f"is not UTF-8 text (byte {error.start})", where=str(path), fix="Save it as UTF-8.") from None
+    except _UNUSABLE as error:
+        what = f"a value cannot be read ({_reason(error)})"
+        raise ConfigError(what, where=str(path), fix="Correct it, or put it in quotes.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = str(getattr(error, "problem", None) or error).splitlines()[0]
@@ -57,6 +82,9 @@ def _collect_lines(
 ) -> None:
     line = node.start_mark.line + 1
     lines.setdefault(loc, line)
+    if len(lines) > MAX_VALUES:
+        what = f"holds more than {MAX_VALUES} values, aliases counted"
+        raise ConfigError(what, where=f"{path}:{line}", fix="Compare with configs/quickstart.yaml.")
     if any(node is parent for parent in parents):
         raise ConfigError("an alias contains itself", where=f"{path}:{line}", fix="Write the value out.")
     if isinstance(node, yaml.SequenceNode):

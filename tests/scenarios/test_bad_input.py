@@ -42,13 +42,15 @@ class CommandLine:
         return lines[0]
 
     def check_nothing_is_half_written(self, stage: str) -> None:
-        """The stage has left no part of its output; the run's folder only tells what was tried."""
+        """A run that never began is gone; one that failed later only tells what was tried."""
         for run in self.bench.runs.glob("*/config.yaml"):
+            assert stage == "train", f"{run.parent.name} is left of a run that never began"
             names = {path.name for path in run.parent.iterdir() if not path.name.startswith(".")}
-            done = {"cache.json"} if stage == "train" else set()
-            assert names == {"config.yaml", "fingerprint.json", "stages.json", "report.html"} | done
+            assert names == {"config.yaml", "fingerprint.json", "stages.json", "report.html", "cache.json"}
             states = {e["name"]: e["state"] for e in json.loads((run.parent / "stages.json").read_text())["stages"]}
             assert states[stage] == "failed"
+        if stage == "cache":
+            assert not os.path.lexists(self.bench.runs / "latest")
         for root in (self.bench.runs, self.bench.folder):
             assert [path for path in root.rglob("*.tmp")] == []
 

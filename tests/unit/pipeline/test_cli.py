@@ -113,6 +113,12 @@ def test_a_failed_gate_is_exit_4_with_summary_and_report(
         (KeyboardInterrupt(), 5, "interrupted. The same command goes on from the last finished stage or checkpoint."),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 3, "/data/x: no space left on device. Make room"),
         (PermissionError(errno.EACCES, "Permission denied", "/data"), 3, "/data: permission denied. Make it writable"),
+        (
+            MemoryError("Unable to allocate 7 TiB"),
+            2,
+            "out of memory (Unable to allocate 7 TiB). Lower",
+        ),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300), 2, "a" * 60 + "...: the name is too long."),
         (BrokenPipeError(), 1, "the reader of the output went away."),
     ],
 )
@@ -133,6 +139,9 @@ def test_an_error_that_a_person_can_mend_is_one_line(
     err = capfd.readouterr().err
     assert err.startswith(line)
     assert err.count("\n") == 1
+    if getattr(error, "exit_code", None) == 2:  # bad input: the run never began
+        assert list(runs.glob("*/config.yaml")) == []
+        return
     book = json.loads(find_run("latest", runs).stages_path.read_text())["stages"]
     assert book[0]["state"] == ("interrupted" if code == 5 else "failed")
 
@@ -184,6 +193,7 @@ def test_sigterm_during_a_stage_is_an_interruption(runs: Path, monkeypatch: pyte
 
 
 def test_generate_needs_a_run_with_a_drafter(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(runs.parent)  # else runs/latest is the one of this checkout
     assert cli.main(["generate", "--run", "runs/latest", "--prompt", "hello"]) == 2
     assert capsys.readouterr().err == "runs/latest: no such run. There is no run yet; invoke train makes one.\n"
     _train(monkeypatch, _stages())

@@ -205,3 +205,32 @@ def test_the_id_survives_writing_and_reading_the_resolved_configuration(tmp_path
     assert load_config(path) == config
     assert load_config(path).run_id() == config.run_id()
     assert isinstance(config, RunConfig)
+
+
+@pytest.mark.parametrize("value", ["2020-13-45", "!!bool maybe", "9" * 5000, "[" * 3000 + "]" * 3000])
+def test_a_value_that_yaml_cannot_make_is_a_config_error(tmp_path: Path, value: str) -> None:
+    assert "edited.yaml: a value cannot be read (" in _complaint(_edited(tmp_path, "seed: 0", f"seed: {value}"))
+    assert "is not YAML" in _complaint(QUICKSTART, f"seed={value}")
+
+
+def test_aliases_of_aliases_are_refused_before_they_grow(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    path.write_text("\n".join(lines))
+    assert "holds more than 10000 values, aliases counted" in _complaint(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("drafter.intermediate_size=0", "must be greater than 0"),
+        ("drafter.layer_types=[]", "must not be empty"),
+        ("drafter.target_layer_ids=[]", "must not be empty"),
+        ("drafter.block_size=129", "longer than the largest of data.buckets, 128"),
+        (f"seed={2**63}", "must be less than"),
+        (f"name={'a' * 101}", "name"),
+        ("data.train.\u00b2.count=5", "is no entry of it"),
+    ],
+)
+def test_values_that_would_be_ignored_or_fail_late_are_refused(override: str, expected: str) -> None:
+    assert expected in _complaint(QUICKSTART, override)

@@ -76,3 +76,11 @@ def test_stop_ids_come_from_the_generation_config_before_the_tokenizer() -> None
     with pytest.raises(DataError, match="no EOS token"):
         stop_ids(model, tokenizer)
     assert PAD_ID != EOS_ID
+
+
+@pytest.mark.parametrize("eos", [[], "x", -1, 9999])
+def test_a_stop_token_that_the_target_does_not_have_is_refused(eos: Any) -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = eos
+    with pytest.raises(DataError, match="is no token of its 320"):
+        stop_ids(model, tiny_tokenizer())

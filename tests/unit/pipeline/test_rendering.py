@@ -90,3 +90,14 @@ def test_a_mask_token_in_the_data_is_named_with_its_sample() -> None:
     check_mask_absent([clean], MASK_ID)
     with pytest.raises(DataError, match="sample dirty, position 2"):
         check_mask_absent([clean, make_sample("dirty", [1, 5], [MASK_ID, 7])], MASK_ID)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ 1 / 0 }}", "refuses .*division by zero"), ("{{ messages + 1 }}", "refuses"), ("{# #}", "writes nothing")],
+)
+def test_a_template_that_fails_or_writes_nothing_is_refused(template: str, message: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message):
+        render_prompt(tokenizer, [{"role": "user", "content": "Hi"}])

@@ -14,7 +14,14 @@ from pipeline.catalogue import Catalogue
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import sha256_file
-from pipeline.targets import TargetFolder, check_mask_token, load_target, load_tokenizer, resolve_target
+from pipeline.targets import (
+    TargetFolder,
+    check_mask_token,
+    load_target,
+    load_tokenizer,
+    resolve_target,
+    target_config,
+)
 from tests.tiny import EOS_ID, MASK_ID, PAD_ID, START_ID, UNUSED_ID, VOCAB_SIZE, tiny_target
 from tests.tiny_gguf import exact_llama, write_gguf
 from tests.wheels import build_wheel, offline_args
@@ -97,6 +104,14 @@ def _quantised(folder: Path) -> None:
     change_json(folder / "config.json", quantization_config={"quant_method": "gptq"})
 
 
+def _other_type(folder: Path) -> None:
+    change_json(folder / "config.json", model_type="llama")
+
+
+def _index_without_files(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
+
+
 def _no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
@@ -128,6 +143,8 @@ def _no_tokenizer(folder: Path) -> None:
     [
         (_architecture, r"config.json: architecture is MistralForCausalLM. Supported targets: Llama.*Qwen2.*Qwen3"),
         (_quantised, r"config.json: weights are quantised \(gptq\)"),
+        (_other_type, r"config.json: model_type is 'llama', architectures says 'qwen3'"),
+        (_index_without_files, r"index.json: weight_map does not name a file"),
         (_no_config, r"config.json: cannot be read \(No such file"),
         (_broken_config, r"config.json: is not JSON"),
         (_no_weights, r"model.safetensors: is missing"),
@@ -155,6 +172,23 @@ def test_a_missing_weight_is_an_error_not_a_random_layer(tmp_path: Path) -> None
     folder = resolve(tmp_path, str(path.parent))
     with pytest.raises(DataError, match=r"1 weights are missing .* model.layers.1.mlp.up_proj.weight"):
         load_target(folder, torch.float32, "cpu")
+
+
+def test_a_weight_of_another_shape_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_target(tmp_path)
+    change_json(folder / "config.json", intermediate_size=96)
+    found = resolve(tmp_path, str(folder))
+    capfd.readouterr()
+    with pytest.raises(DataError, match=r"12 weights are missing or of another shape, first model.layers.0.mlp"):
+        load_target(found, torch.float32, "cpu")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_config_that_the_library_refuses_is_not_called_the_tokenizers_fault(tmp_path: Path) -> None:
+    folder = tiny_target(tmp_path)
+    change_json(folder / "config.json", vocab_size="320")
+    with pytest.raises(DataError, match=r"config.json: cannot be used .*vocab_size"):
+        target_config(resolve(tmp_path, str(folder)))
 
 
 def test_a_broken_tokenizer_is_one_line(tmp_path: Path) -> None:
