@@ -26,8 +26,11 @@ from pipeline.rendering import Sample
 from pipeline.replica import Borrowed, Replica
 from pipeline.topology import CachedFeatures
 
-LIMITS = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
-"""Largest difference over the largest value, of states or gradients, in the dtype of the compiled side."""
+FLOAT32_LIMIT = 1e-3
+"""Largest difference over the largest value, of states or of one gradient, in float32."""
+ROUNDING_LIMIT = 3.0
+"""In bf16: the same difference, over what dense bf16 differs from float32. A fixed limit would be a guess: a trained
+5-layer drafter's key projections had gradients that cancel so far that bf16 moved them by 0.13 of their largest value."""
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
@@ -66,35 +69,46 @@ def compiled_equals_dense(
         gate.warm_up(run)
     gate.close()
     worst, where = 0.0, "states"
+    exactly = dtype == torch.float32
     for batch, given, (states, gradients) in zip(batches, features, found, strict=True):
-        dense_states, dense_gradients = dense_step(replica, batch, given.float())
-        rows = batch.rows.index_R
-        pairs = [("states", states.flatten(0, 1)[rows], dense_states.flatten(0, 1)[rows])]
-        pairs += list(zip(replica.optimizer.names, gradients, dense_gradients, strict=True))
-        for name, mine, theirs in pairs:
-            difference = relative_difference(mine, theirs)
-            if difference > worst:
+        mine = _named(replica, batch, states, gradients)
+        exact = _named(replica, batch, *dense_step(replica, batch, given, torch.float32, "eager"))
+        rounded = exact if exactly else _named(replica, batch, *dense_step(replica, batch, given, dtype, "sdpa"))
+        for name, reference in exact.items():
+            difference = relative_difference(mine[name], reference)
+            if not exactly:
+                difference /= relative_difference(rounded[name], reference) + FLOAT32_LIMIT
+            if not difference <= worst:
                 worst, where = difference, name
-    limit = LIMITS[dtype]
+    limit = FLOAT32_LIMIT if exactly else ROUNDING_LIMIT
+    unit = "relative" if exactly else f"x what dense {str(dtype).removeprefix('torch.')} costs"
     detail = (
         f"worst at {where}; {replica.attention} against eager, {len(batches)} of {len(config.data.buckets)} buckets"
     )
-    return Gate("compiled equals dense", float(f"{worst:.2e}"), f"<= {limit:g} relative", worst <= limit, detail)
+    return Gate("compiled equals dense", float(f"{worst:.2e}"), f"<= {limit:g} {unit}", worst <= limit, detail)
 
 
-def dense_step(replica: Replica, batch: MicroBatch, features_bSC: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return states (b, Q, D) and gradients of the loss numerator, computed the plain way in float32: no compile, dense
-    softmax attention, whole logits."""
+def _named(replica: Replica, batch: MicroBatch, states: Tensor, gradients: list[Tensor]) -> dict[str, Tensor]:
+    """Return the supervised states and every gradient by name."""
+    supervised = states.flatten(0, 1)[batch.rows.index_R]
+    return {"states": supervised, **dict(zip(replica.optimizer.names, gradients, strict=True))}
+
+
+def dense_step(
+    replica: Replica, batch: MicroBatch, features_bSC: Tensor, dtype: torch.dtype, attention: str
+) -> tuple[Tensor, list[Tensor]]:
+    """Return states (b, Q, D) and gradients of the loss numerator, computed the plain way: no compile, dense softmax
+    attention, whole logits. The model and its products run in `dtype`, the loss in float32."""
     model = DFlashDraftModel(replica.drafter).to(replica.device)
     model.load_state_dict(replica.model.state_dict())
-    head = replica.borrowed.head_VD.float()
-    embeddings = (
-        F.embedding(batch.noise_bQ, replica.borrowed.embedding_VD).float() * replica.drafter.input_embedding_scale
-    )
-    masks = layer_masks(model, batch.anchors_bN, features_bSC.shape[1], "eager")
-    states = model(features_bSC, embeddings, batch.positions_bQ, masks, "eager")
+    model.to(dtype)
+    embeddings = F.embedding(batch.noise_bQ, replica.borrowed.embedding_VD).to(dtype)
+    embeddings = embeddings * replica.drafter.input_embedding_scale
+    masks = layer_masks(model, batch.anchors_bN, features_bSC.shape[1], attention)
+    states = model(features_bSC.to(dtype), embeddings, batch.positions_bQ, masks, attention)
     rows, K = batch.rows, replica.drafter.block_size
-    loss_R = F.cross_entropy(states.flatten(0, 1)[rows.index_R] @ head.T, rows.label_R, reduction="none")
+    logits_RV = (states.flatten(0, 1)[rows.index_R] @ replica.borrowed.head_VD.to(dtype).T).float()
+    loss_R = F.cross_entropy(logits_RV, rows.label_R, reduction="none")
     places = states.shape[0] * states.shape[1]
     loss_MK = torch.zeros(places, device=loss_R.device).index_put((rows.index_R,), loss_R.detach()).view(-1, K)
     valid_MK = torch.zeros(places, device=loss_R.device).index_fill(0, rows.index_R, 1.0).bool().view(-1, K)
