@@ -29,8 +29,8 @@ from pipeline.topology import CachedFeatures
 FLOAT32_LIMIT = 1e-3
 """Largest difference over the largest value, of states or of one gradient, in float32."""
 ROUNDING_LIMIT = 3.0
-"""In bf16: the same difference, over what dense bf16 differs from float32. A fixed limit would be a guess: a trained
-5-layer drafter's key projections had gradients that cancel so far that bf16 moved them by 0.13 of their largest value."""
+"""In bf16: the same difference, over what dense bf16 differs from float32. A fixed limit would be a guess: in a trained
+5-layer drafter some gradients of key projections cancel so far that bf16 moves them by 0.13 of their largest value."""
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
