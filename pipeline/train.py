@@ -281,6 +281,7 @@ class Trainer:
             "supervised_slots": int(sum(counts)),
             "compiles_after_warmup": report["compiles_after_warmup"],
             "eager_bodies": report["eager_bodies"],
+            "seconds_parked": report["seconds_parked"],
             **memory({replica.device for replica in self.replicas}),
         }
         self.metrics.append(record)

@@ -32,7 +32,8 @@ def shim_missing_gpu() -> bool:
 
     FakeTensorMode.__enter__ then swaps the CUDA device guard for the whole process (_ensureCUDADeviceGuardSet), and
     threads that meet in it crash with a segmentation fault. The guard only matters for tracing CUDA code without a
-    GPU, which a drafter on the CPU never does. Seen on torch 2.11.0; to be dropped when upstream guards the swap.
+    GPU, which a drafter on the CPU never does. Seen on torch 2.11.0
+    (torch/_subclasses/fake_tensor.py, line 1446); to be dropped with the version that guards the swap.
     """
     if (
         torch.backends.cuda.is_built()

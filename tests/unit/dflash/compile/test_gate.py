@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 import torch.fx._symbolic_trace
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from dflash.compile import CompileGate, CompileMiss, GateAborted, GateError
-from dflash.compile.settings import SETTINGS
+from dflash.compile.settings import SETTINGS, shim_missing_gpu
 
 DEADLINE = 60.0
 FLAG_IS_GLOBAL = hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag")
@@ -337,3 +340,51 @@ def test_past_the_recompile_limit_a_gated_function_raises_instead_of_running_eag
     with pytest.raises(Exception, match="recompile_limit"), gate.worker("drafter-0"):
         gate.warm_up(too_many)
     assert gate.report()["eager_bodies"] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for a CUDA build without a GPU")
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a CPU build of torch has no guard to swap")
+def test_torch_looks_the_guard_swap_up_where_the_shim_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-test of the one patch: if torch stopped calling it by this name, the shim would do nothing, in silence."""
+    calls = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: calls.append(1))
+    with FakeTensorMode():
+        pass
+    assert calls
+    replaced = torch._C._ensureCUDADeviceGuardSet
+    assert shim_missing_gpu()
+    assert torch._C._ensureCUDADeviceGuardSet is not replaced
+    count = len(calls)
+    with FakeTensorMode():
+        pass
+    assert len(calls) == count, "torch still reached what the shim is there to avoid"
+
+
+def checkpointed_training_ends(device: str, backend: str) -> dict[str, Any]:
+    """Train two drafters whose bodies recompute in the backward, in threads; return the gate's report."""
+    gate = CompileGate(workers=2, backend=backend)
+
+    def body_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: checkpoint(module, x, use_reentrant=False)
+
+    bodies = [gate.compile(body_of(Small().to(device)), name=f"drafter-{i}") for i in range(2)]
+
+    def step(index: int, length: int) -> None:
+        bodies[index](torch.randn(length, 8, device=device, requires_grad=True)).sum().backward()
+
+    def work(index: int) -> None:
+        with gate.worker(f"drafter-{index}"):
+            gate.warm_up(lambda: [step(index, length) for length in (3, 5)].clear())  # type: ignore[func-returns-value]
+            for number in range(20):
+                with gate.step():
+                    step(index, (3, 5)[number % 2])
+
+    assert run_threads(work, 2) == [None, None]
+    gate.close()
+    return gate.report()
+
+
+def test_recomputation_in_the_backward_ends_and_compiles_nothing_after_the_warm_up() -> None:
+    """On CUDA it runs on autograd's thread for the device, where a lock held by the step would never come free."""
+    report = checkpointed_training_ends("cpu", "aot_eager")
+    assert (report["compiles_after_warmup"], report["eager_bodies"]) == (0, 0)
