@@ -24,6 +24,7 @@ from typing import Any
 
 RANDOM_RUNS = 3
 DEADLINE_SECONDS = {"forced": 90.0, "random": 120.0}
+ROOT = Path(__file__).resolve().parents[2]
 _RESULT = "LAB-RESULT "
 
 
@@ -56,11 +57,10 @@ def run_once(name: str, gated: bool, device: str, seed: int, deadline: float, re
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dflash-race-") as folder:
         places = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        root = str(Path(__file__).resolve().parents[2])
         environ = {
             **os.environ,
             **places,
-            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         child = subprocess.Popen(
             [*command, "--deadline", str(deadline)],
@@ -101,13 +101,14 @@ def _keep(result: CaseResult, lines: Sequence[str]) -> None:
 
 
 def _stacks(err: str) -> list[str]:
-    """Return faulthandler's dump, the innermost twelve frames of each thread, with paths cut to their package."""
+    """Return faulthandler's dump, the innermost twelve frames of each thread, without paths of this machine."""
     kept: list[str] = []
     frames = 0
     for line in err[err.find("Timeout (") :].splitlines():
         frames = 0 if line.startswith(("Thread", "Current thread")) else frames + 1
         if frames <= 12:
-            kept.append(line.split("site-packages/")[-1] if "site-packages/" in line else line.strip())
+            short = line.split("site-packages/")[-1] if "site-packages/" in line else line.strip()
+            kept.append(short.replace(f"{ROOT}{os.sep}", ""))
     return kept
 
 
