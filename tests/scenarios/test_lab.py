@@ -16,7 +16,14 @@ FLAG_IS_GLOBAL = hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "fault"), [("cached call", "crashed"), ("silent eager", "eager"), ("rng rewind", "wrong")]
+    ("name", "fault"),
+    [
+        ("cached call", "crashed"),
+        ("silent eager", "eager"),
+        ("stuck flag", "crashed"),
+        ("rng rewind", "wrong"),
+        ("settings undone", "wrong"),
+    ],
 )
 def test_a_forced_case_goes_wrong_without_the_gate_and_is_clean_behind_it(name: str, fault: str) -> None:
     without, behind = (CaseResult(name, "forced", "cpu", gate) for gate in (False, True))

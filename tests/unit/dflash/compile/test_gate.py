@@ -328,6 +328,54 @@ def test_a_warm_call_survives_a_trace_in_a_thread_outside_the_gate(protected: bo
     assert (report["eager_bodies"], report["compiles_after_warmup"]) == (0, 0)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_first_call_beside_a_trace_waits_and_is_compiled(gated: bool) -> None:
+    """Without the gate it raises, on a torch whose flag is global; behind it the trace ends first."""
+    eager: list[int] = []
+    order: list[str] = []
+    inside = threading.Event()
+    gate = new_gate(2)
+    module = Small()
+
+    def probed(x: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            eager.append(1)
+        return module(x)
+
+    body = gate.compile(probed, name="caller") if gated else torch.compile(probed, backend="aot_eager")
+
+    def slow(x: Tensor) -> Tensor:
+        inside.set()
+        time.sleep(0.5)
+        return x + 1
+
+    def trace() -> None:
+        make_fx(slow)(torch.ones(2))
+        order.append("trace ended")
+
+    def call() -> None:
+        body(torch.randn(3, 8))
+        order.append("called")
+
+    def work(index: int) -> None:
+        if index == 1:
+            assert inside.wait(DEADLINE)
+        action = trace if index == 0 else call
+        if not gated:
+            return action()
+        with gate.worker(f"w{index}"):
+            gate.warm_up(action)
+
+    if not gated:  # what the gate sets for all of torch would hide the fault
+        torch._dynamo.config.force_compile_during_fx_trace = False
+    raised = run_threads(work, 2)
+    if gated:
+        gate.close()
+        assert raised == [None, None] and order == ["trace ended", "called"] and not eager
+    elif FLAG_IS_GLOBAL:
+        assert "symbolically trace" in str(raised[1])
+
+
 def test_past_the_recompile_limit_a_gated_function_raises_instead_of_running_eagerly() -> None:
     gate = new_gate(1)
     body = gate.compile(Small(), name="drafter-0")
