@@ -63,7 +63,7 @@ def _invoke(project: Path, *arguments: str, **variables: str) -> subprocess.Comp
 def test_the_list_of_tasks_says_what_each_is_for(project: Path) -> None:
     listing = _invoke(project, "--list").stdout
     lines = [line.split(None, 1) for line in listing.splitlines() if line.startswith("  ") and line[2] != " "]
-    names = {"train", "generate", "test", "doctor", "fingerprint", "lint", "typecheck", "lock"}
+    names = {"train", "generate", "test", "doctor", "fingerprint", "lint", "typecheck", "lock", "race"}
     assert {parts[0] for parts in lines} == names and all(len(parts) == 2 for parts in lines)
 
 

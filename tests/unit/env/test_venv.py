@@ -28,6 +28,7 @@ def project(tmp_path: Path, index: Path, make_wheel: Callable[..., Path]) -> Pat
     (root / "lockfiles/runtime.in").write_text("engine\n")
     (root / "lockfiles/dev.in").write_text("-r runtime.in\nchecker\n")
     (root / "lockfiles/host.in").write_text("checker\n")
+    (root / "lockfiles/next.in").write_text("engine\n")
     compile_locks(root)
     return root
 
