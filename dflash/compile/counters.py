@@ -66,6 +66,10 @@ def counting_backend(name: str, note: Callable[[str], None]) -> Callable[..., An
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+        # A precompiled header (about 120 MB) would go to the temporary folder, which a container loses at each start:
+        # torch 2.11.0 then compiles it anew in every process that only loads C++ kernels from disk.
+        no_headers = {"cpp_cache_precompile_headers": False}
+
         @functools.wraps(compile_fx_inner)
         def inner(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("is_backward"):
@@ -74,7 +78,7 @@ def counting_backend(name: str, note: Callable[[str], None]) -> Callable[..., An
 
         def backend(module: Any, inputs: Any) -> Any:
             note("forward")
-            return compile_fx(module, inputs, inner_compile=inner)
+            return compile_fx(module, inputs, inner_compile=inner, config_patches=no_headers)
 
         return backend
     if name == "aot_eager":
@@ -93,6 +97,23 @@ def counting_backend(name: str, note: Callable[[str], None]) -> Callable[..., An
 
         return eager_backend
     raise ValueError(f"unknown backend {name!r}: use inductor or aot_eager")
+
+
+def disk_counts(since: dict[str, int] | None = None) -> dict[str, int]:
+    """Return {"built", "loaded"} of Inductor in this process, less those of `since`.
+
+    built    graphs that were compiled, and runs of the C++ compiler: a library can be missing though its graph is there
+    loaded   graphs that came from disk
+    torch's own counters (2.11.0); a test that builds fails if a later torch renames them.
+    """
+    from torch._dynamo.utils import compilation_time_metrics, counters
+
+    found, runs = counters["inductor"], len(compilation_time_metrics.get("compile_file", ()))
+    now = {
+        "built": found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"] + runs,
+        "loaded": found["fxgraph_cache_hit"],
+    }
+    return {name: count - (since or {}).get(name, 0) for name, count in now.items()}
 
 
 def thread_name() -> str:

@@ -16,8 +16,10 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ RANDOM_RUNS = 3
 DEADLINE_SECONDS = {"forced": 90.0, "random": 120.0}
 ROOT = Path(__file__).resolve().parents[2]
 _RESULT = "LAB-RESULT "
+_BOOKS = threading.Lock()
 
 
 @dataclass
@@ -51,7 +54,7 @@ class CaseResult:
 
 
 def run_once(name: str, gated: bool, device: str, seed: int, deadline: float, result: CaseResult) -> None:
-    """Run a case in a child process and add what happened to `result`."""
+    """Run a case in a child process and add what happened to `result`; safe to call from several threads."""
     command = [sys.executable, "-m", "dflash.compile.lab", "--child", name, "--device", device, "--seed", str(seed)]
     command += ["--gated"] if gated else []
     begin = time.monotonic()
@@ -76,8 +79,13 @@ def run_once(name: str, gated: bool, device: str, seed: int, deadline: float, re
             child.kill()
             out, err = child.communicate()
             hung = True
+    with _BOOKS:
+        _book(result, out, err, hung, child.returncode)
+        result.seconds = round(result.seconds + time.monotonic() - begin, 1)
+
+
+def _book(result: CaseResult, out: str, err: str, hung: bool, returncode: int) -> None:
     result.runs += 1
-    result.seconds = round(result.seconds + time.monotonic() - begin, 1)
     found: dict[str, Any] | None = None
     for line in out.splitlines():
         if line.startswith(_RESULT):
@@ -91,7 +99,7 @@ def run_once(name: str, gated: bool, device: str, seed: int, deadline: float, re
         _keep(result, ["stacks of all threads when the deadline passed:", *_stacks(err)])
     else:
         result.died += 1
-        _keep(result, [f"ended with code {child.returncode}", *err.strip().splitlines()[-2:]])
+        _keep(result, [f"ended with code {returncode}", *err.strip().splitlines()[-2:]])
 
 
 def _keep(result: CaseResult, lines: Sequence[str]) -> None:
@@ -117,12 +125,16 @@ def run_laboratory(
     devices: Sequence[str],
     *,
     random_runs: int = RANDOM_RUNS,
+    jobs: int = 1,
     minutes: float = 25.0,
     layers: Sequence[bool] = (False, True),
     first_seed: int = 0,
     say: Any = print,
 ) -> list[CaseResult]:
-    """Return a result for every case, device and layer (False: no gate); what the time did not reach has runs = 0."""
+    """Return a result for every case, device and layer (False: no gate); what the time did not reach has runs = 0.
+
+    jobs   runs of one case at a time; `seconds` of a result stays the sum over its runs
+    """
     from dflash.compile.lab_cases import CASES
 
     end = time.monotonic() + minutes * 60
@@ -134,10 +146,15 @@ def run_laboratory(
                 continue
             for gated in layers:
                 result = CaseResult(name, case.schedule, device, gated)
-                for seed in range(first_seed, first_seed + (random_runs if case.schedule == "random" else 1)):
-                    deadline = min(DEADLINE_SECONDS[case.schedule], end - time.monotonic())
-                    if deadline > 5:
-                        run_once(name, gated, device, seed, deadline, result)
+                seeds = range(first_seed, first_seed + (random_runs if case.schedule == "random" else 1))
+                with ThreadPoolExecutor(jobs) as pool:
+
+                    def run(seed: int, result: CaseResult = result, schedule: str = case.schedule) -> None:
+                        deadline = min(DEADLINE_SECONDS[schedule], end - time.monotonic())
+                        if deadline > 5:
+                            run_once(result.name, result.gate, result.device, seed, deadline, result)
+
+                    list(pool.map(run, seeds))
                 results.append(result)
                 say(_row(result))
     return results
@@ -178,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", action="append", help="run only this case; may be repeated")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="run only on this device")
     parser.add_argument("--runs", type=int, default=RANDOM_RUNS, help="runs of each random case")
+    parser.add_argument("--jobs", type=int, default=1, help="runs of one case at a time")
     parser.add_argument("--layer", choices=("none", "gate", "both"), default="both", help="with or without the gate")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first random run")
     parser.add_argument("--minutes", type=float, default=25.0, help="end after this time whatever happens")
@@ -204,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names,
         devices,
         random_runs=options.runs,
+        jobs=max(1, options.jobs),
         minutes=options.minutes,
         layers={"none": [False], "gate": [True], "both": [False, True]}[options.layer],
         first_seed=options.seed,

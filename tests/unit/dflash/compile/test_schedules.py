@@ -13,23 +13,17 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from dflash.compile import CompileGate, GateAborted
-from dflash.compile.settings import SETTINGS
 
 NUM_SCHEDULES = 1000
 HANG_SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
-def clean_dynamo() -> Iterator[None]:
-    before = {name: getattr(torch._dynamo.config, name) for name in SETTINGS}
+def one_torch_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    torch.compiler.set_stance("default")
-    for name, value in before.items():
-        setattr(torch._dynamo.config, name, value)
-    torch._dynamo.reset()
 
 
 class Replica:
