@@ -1,4 +1,5 @@
-"""Is this environment the one that the lock describes, and can it compile? `python -m env.doctor`, or `invoke doctor`.
+"""Is this environment the one that the lock describes, and can this machine run it? `python -m env.doctor`, or
+`invoke doctor`.
 
 Runs with the runtime's Python. Exit 0 when there is no error, 3 otherwise; one line per finding. Imports no torch.
 """
@@ -8,28 +9,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
+import re
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from env.caches import OWNED_VARIABLES, CacheDirs
+from env.caches import CacheDirs
 from env.errors import EnvError
-from env.installed import Finding, check_files, compare_with_lock, find_distributions
+from env.findings import Finding
+from env.gpus import check_gpus
+from env.importpath import START_PATH, check_shadowing, check_start_hooks
+from env.installed import BUILD_TOOLS, check_files, compare_with_lock, find_distributions
 from env.locks import parse_lock
-
-MIN_FREE_BYTES = {"cache": 1 << 30, "runs": 1 << 30}
-"""Bytes: the quickstart's converted target, prompts and features take about 0.7 GB of the cache."""
-_SWITCHES_OFF = {
-    "TORCH_COMPILE_DISABLE": "torch.compile does nothing",
-    "TORCHDYNAMO_DISABLE": "torch.compile does nothing",
-    "TORCHDYNAMO_SUPPRESS_ERRORS": "a failed compile runs eagerly in silence",
-    "TRITON_INTERPRET": "Triton kernels run in an interpreter",
-}
-_WATCHED_PREFIXES = ("TORCH", "PYTORCH", "TRITON")
-_WATCHED_NAMES = ("LD_PRELOAD", "PYTHONPATH")
+from env.machine import check_clock, check_compilers, check_user, current_user_has_name
+from env.storage import check_disk, check_file_systems, check_shared_memory, check_temporary
+from env.variables import check_variables
 
 
 def preflight(
@@ -38,85 +36,78 @@ def preflight(
     lock: Path | None = None,
     caches: CacheDirs | None = None,
     environ: Mapping[str, str] | None = None,
+    strict: bool = False,
 ) -> list[Finding]:
     """Return everything that is not as it should be, errors first; an empty list means fit.
 
-    lock   default lockfiles/runtime.txt of the root; names in lockfiles/dev.txt are never strangers
+    lock     default lockfiles/runtime.txt of the root; names in lockfiles/dev.txt are never strangers
+    strict   what a run of ours survives, but not everything that is run here, is an error too (shared memory)
     """
     variables = os.environ if environ is None else environ
-    findings = [
-        *check_lock(root, lock or root / "lockfiles" / "runtime.txt"),
-        *check_variables(variables),
-        *check_compiler(variables, Path(sysconfig.get_path("include"))),
-        *check_disk(caches or CacheDirs.from_environment(root, variables)),
-    ]
+    with ThreadPoolExecutor(max_workers=2) as pool:  # child processes, while this one reads the installed files
+        gpus = pool.submit(check_gpus, variables)
+        compilers = pool.submit(check_compilers, variables, Path(sysconfig.get_path("include")))
+        findings = [
+            *check_lock(root, lock or root / "lockfiles" / "runtime.txt"),
+            *check_variables(variables),
+            *check_machine(root, variables, caches or CacheDirs.from_environment(root, variables)),
+        ]
+        findings += compilers.result()
+        report = gpus.result()
+    findings += report.findings
+    if sys.platform == "linux":
+        findings += check_shared_memory(Path("/dev/shm"), num_gpus=report.num_gpus, strict=strict)
     return sorted(findings, key=lambda finding: finding.level != "error")
 
 
 def check_lock(root: Path, lock: Path, path: list[str] | None = None) -> list[Finding]:
-    """Return how the distributions on `path` (default: sys.path) differ from the lock, torch's files included.
+    """Return how what can be imported from `path` (default: START_PATH) differs from the lock, file by file.
 
     Raises EnvError for a lock that is missing or is none.
     """
     if not lock.is_file():
         raise EnvError("no such lock", where=str(lock), fix="lockfiles/runtime.txt is the usual one.")
+    path = list(START_PATH) if path is None else path
     dev = root / "lockfiles" / "dev.txt"
     found = find_distributions(path)
-    allowed = parse_lock(dev) if dev.is_file() else ()
-    return [*compare_with_lock(found, parse_lock(lock), lock_name=lock.name, also_allowed=allowed), *check_files(found)]
+    pins, tools = parse_lock(lock), parse_lock(dev) if dev.is_file() else {}
+    hashes = frozenset(re.findall(r"sha256:([0-9a-f]{64})", lock.read_text(encoding="utf-8")))
+    allowed = {name: found[name][0] for name in {*pins, *tools, *BUILD_TOOLS} if name in found}
+    return [
+        *compare_with_lock(found, pins, lock_name=lock.name, lock_hashes=hashes, also_allowed=tools),
+        *check_shadowing(found, pins, path),
+        *check_start_hooks(allowed, path=path),
+        *check_files(found, pins),
+    ]
 
 
-def check_variables(environ: Mapping[str, str]) -> list[Finding]:
-    """Return leftover variables that change what torch, Triton or the loader do; those that we overwrite do not."""
-    findings = []
-    for name in sorted(environ):
-        value = environ[name]
-        if not value or name in OWNED_VARIABLES or not (name.startswith(_WATCHED_PREFIXES) or name in _WATCHED_NAMES):
-            continue
-        if name in _SWITCHES_OFF and value != "0":
-            what = f"is {value!r}: {_SWITCHES_OFF[name]}"
-            findings.append(Finding(level="error", what=what, where=name, fix=f"Run: unset {name}"))
-        else:
-            what = f"is set to {value[:80]!r} and can change the run"
-            findings.append(
-                Finding(level="warning", what=what, where=name, fix=f"Unless it is meant, run: unset {name}")
-            )
-    return findings
+def check_machine(root: Path, environ: Mapping[str, str], caches: CacheDirs) -> list[Finding]:
+    """Return what is wrong with the places, the user and the clock of this machine."""
+    try:
+        mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        mountinfo = ""  # not Linux
+    return [
+        *check_user(environ, has_name=current_user_has_name(), uid=os.getuid()),
+        *check_disk(caches),
+        *check_temporary(environ),
+        *check_file_systems(caches, mountinfo, in_image=environ.get("DFLASH_IN_IMAGE") == "1"),
+        *check_clock(time.time(), root / "lockfiles" / "runtime.txt"),
+    ]
 
 
-def check_compiler(environ: Mapping[str, str], include: Path) -> list[Finding]:
-    """Return what is missing of the compilers and the Python headers that Inductor and Triton need at run time.
-
-    include   the folder of this interpreter's Python.h
-    """
-    findings = []
-    cxx, default = environ.get("CXX"), "clang++" if sys.platform == "darwin" else "g++"
-    if shutil.which(cxx or default, path=environ.get("PATH", os.defpath)) is None:
-        what = f"CXX names {cxx}, which is not there" if cxx else f"no C++ compiler ({default})"
-        fix = "On Debian: apt-get install g++; elsewhere set CXX to one."
-        findings.append(Finding(level="error", what=what, where="PATH", fix=fix))
-    if not (include / "Python.h").is_file():
-        fix = "On Debian: apt-get install python3-dev, for the Python that runs this."
-        findings.append(Finding(level="error", what="no Python.h", where=str(include), fix=fix))
-    return findings
-
-
-def check_disk(caches: CacheDirs, minimum: Mapping[str, int] | None = None) -> list[Finding]:
-    """Return the places that cannot be written or have less than `minimum` bytes free (default MIN_FREE_BYTES)."""
-    findings = []
-    needs = MIN_FREE_BYTES if minimum is None else minimum
-    for name, variable, place in (("cache", "DFLASH_CACHE", caches.root), ("runs", "DFLASH_RUNS", caches.runs)):
-        existing = next(folder for folder in (place, *place.parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            fix = f"Set {variable} to a folder that is."
-            findings.append(Finding(level="error", what="is not a writable folder", where=str(existing), fix=fix))
-            continue
-        free = shutil.disk_usage(existing).free
-        if free < needs[name]:
-            what = f"{free / 2**30:.1f} GiB free, {needs[name] / 2**30:.1f} GiB needed for {name}"
-            fix = f"Free some, or set {variable} to another disk."
-            findings.append(Finding(level="error", what=what, where=str(existing), fix=fix))
-    return findings
+def write_json(findings: list[Finding], path: Path) -> None:
+    """Write the findings to a file, complete or not at all. Raises EnvError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            temporary.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n", "utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror})"
+        raise EnvError(what, where=str(path), fix="Give --json a file in a folder that is there.") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,18 +119,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     root = Path(__file__).resolve().parent.parent
     try:
-        findings = preflight(root, lock=options.lock)
+        findings = preflight(root, lock=options.lock, strict=True)
+        for finding in findings:
+            print(finding, file=sys.stderr if finding.level == "error" else sys.stdout)
+        errors = sum(finding.level == "error" for finding in findings)
+        print(f"doctor: {errors} errors, {len(findings) - errors} warnings")
+        if options.json:
+            write_json(findings, options.json)
     except EnvError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    if options.json:
-        options.json.write_text(
-            json.dumps([asdict(finding) for finding in findings], indent=2) + "\n", encoding="utf-8"
-        )
-    for finding in findings:
-        print(finding, file=sys.stderr if finding.level == "error" else sys.stdout)
-    errors = sum(finding.level == "error" for finding in findings)
-    print(f"doctor: {errors} errors, {len(findings) - errors} warnings")
     return 3 if errors else 0
 
 
