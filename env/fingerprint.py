@@ -1,4 +1,4 @@
-"""Everything needed to repeat a run, as one JSON: source, lock, machine, GPU, and the variables that torch reads."""
+"""Everything needed to repeat a run, as one JSON: source, image, lock, machine, GPU, and the variables torch reads."""
 
 from __future__ import annotations
 
@@ -6,32 +6,38 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from env.caches import OWNED_VARIABLES
+from env.errors import EnvError
 
 VARIABLE_PREFIXES = ("TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP_", "MKL_", "CUBLAS", "NVIDIA_")
 VARIABLE_NAMES = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX")
 
 
 def fingerprint(root: Path, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what this process runs: plain JSON types; None where the machine cannot say (no git, no GPU).
+    """Return what this process runs: plain JSON types; None where the machine cannot say (no git, no GPU, no image).
 
     Imports neither torch nor the model; versions come from installed metadata, the GPU's from nvidia-smi.
+    Raises EnvError when the image's own description cannot be read.
     """
+    image = read_image(root / "image.json")
     return {
-        "git": _git(root),
+        "git": _git(root, image),
+        "image": image,
         "source_sha256": source_hash(root, ("dflash", "pipeline", "env")),
         "lock_sha256": {path.name: _sha256(path) for path in sorted((root / "lockfiles").glob("*.txt"))},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "usable": _usable_cpus()},
         "memory_bytes": _memory_bytes(),
-        "packages": {
-            name: _version(name) for name in ("torch", "transformers", "triton", "safetensors", "tokenizers", "numpy")
-        },
+        "packages": installed_versions(),
         "gpus": _gpus(),
         "variables": relevant_variables(os.environ if environ is None else environ),
     }
@@ -53,15 +59,52 @@ def source_hash(root: Path, folders: Iterable[str] = ("dflash", "pipeline")) -> 
     return digest.hexdigest()
 
 
+def read_image(path: Path) -> dict[str, Any] | None:
+    """Return what the build wrote into the image: commit, dirty, tag, lock_sha256, base, torch; None outside an image.
+
+    The file alone tells: an image unpacked for a host without an engine does not keep the image's variables.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise EnvError(f"cannot be read ({error})", where=str(path), fix="Build the image again.") from None
+    if not isinstance(value, dict):
+        raise EnvError("is no JSON object", where=str(path), fix="Build the image again.")
+    return value
+
+
+def installed_versions(path: list[str] | None = None) -> dict[str, str]:
+    """Return {name: version} of the distributions on `path` (default: sys.path), by name in lower case with dashes.
+
+    Of a name that is there twice the first counts, as it does for import.
+    """
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions(path=sys.path if path is None else path):
+        name = distribution.metadata["Name"]
+        if name:  # a folder left of a removed package has none
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+    return dict(sorted(found.items()))
+
+
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torch, Triton, CUDA, NCCL or the loader of libraries read, sorted by name."""
-    return {k: environ[k] for k in sorted(environ) if k.startswith(VARIABLE_PREFIXES) or k in VARIABLE_NAMES}
+    """Return the variables that torch, Triton, CUDA, NCCL or the loader of libraries read, sorted by name.
+
+    Without the places of compiler caches: what a shell left in those is overwritten before torch is imported.
+    """
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if (name.startswith(VARIABLE_PREFIXES) or name in VARIABLE_NAMES) and name not in OWNED_VARIABLES
+    }
 
 
-def _git(root: Path) -> dict[str, Any] | None:
+def _git(root: Path, image: Mapping[str, Any] | None) -> dict[str, Any] | None:
     commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     if commit is None:
-        return None
+        # An image holds the source without its repository; the build noted the commit.
+        return None if image is None else {"commit": image.get("commit"), "dirty": image.get("dirty")}
     status = _output(["git", "-C", str(root), "status", "--porcelain"])
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
@@ -84,13 +127,6 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_model() -> str | None:

@@ -43,6 +43,11 @@ class Run:
         return self.folder / "fingerprint.json"
 
     @property
+    def fingerprint_history_path(self) -> Path:
+        """One line for each earlier start in another environment; no file while it was always the same."""
+        return self.folder / "fingerprints.jsonl"
+
+    @property
     def stages_path(self) -> Path:
         return self.folder / "stages.json"
 
@@ -76,7 +81,8 @@ class Run:
 def open_run(config: RunConfig, runs_root: Path, fingerprint: dict[str, Any]) -> Run:
     """Return the run of `config`, made if it is new, with its configuration and fingerprint written.
 
-    The same configuration always gives the same folder, so opening a run again is how it is resumed.
+    The same configuration always gives the same folder, so opening a run again is how it is resumed. A run resumed in
+    another environment keeps the fingerprint of the earlier one.
     """
     run = Run(runs_root / config.run_id(), config)
     try:
@@ -86,6 +92,7 @@ def open_run(config: RunConfig, runs_root: Path, fingerprint: dict[str, Any]) ->
             "a file stands where the run's folder should be", where=str(run.folder), fix="Move it."
         ) from None
     atomic_write_text(run.config_path, _as_yaml(config))
+    _keep_earlier_fingerprint(run, fingerprint)
     atomic_write_json(run.fingerprint_path, fingerprint)
     _point_latest(runs_root, run.id)
     return run
@@ -168,6 +175,18 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _keep_earlier_fingerprint(run: Run, new: dict[str, Any]) -> None:
+    """Add the last start's fingerprint to the history if `new` differs from it."""
+    earlier = read_manifest(run.fingerprint_path)
+    if earlier is None or earlier == new:
+        return
+    path = run.fingerprint_history_path
+    history = path.read_text(encoding="utf-8") if path.exists() else ""
+    line = json.dumps(earlier) + "\n"
+    if not history.endswith(line):  # a kill between this and the next write would add it twice
+        atomic_write_text(path, history + line)
 
 
 def _as_yaml(config: RunConfig) -> str:

@@ -25,6 +25,34 @@ def test_a_new_run_holds_its_configuration_and_fingerprint(tmp_path: Path) -> No
     assert json.loads(run.fingerprint_path.read_text()) == {"python": "3.11"}
 
 
+def test_a_run_resumed_in_another_environment_keeps_the_first_fingerprint(tmp_path: Path) -> None:
+    first, second = {"packages": {"torch": "2.11.0"}}, {"packages": {"torch": "2.15.0"}}
+    run = open_run(CONFIG, tmp_path, first)
+    open_run(CONFIG, tmp_path, first)
+    assert not run.fingerprint_history_path.exists()
+    open_run(CONFIG, tmp_path, second)
+    open_run(CONFIG, tmp_path, second)
+    open_run(CONFIG, tmp_path, first)
+    assert json.loads(run.fingerprint_path.read_text()) == first
+    assert [json.loads(line) for line in run.fingerprint_history_path.read_text().splitlines()] == [first, second]
+
+
+def test_a_kill_between_history_and_fingerprint_does_not_count_a_start_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(CONFIG, tmp_path, {"start": 1})
+
+    def killed(path: Path, value: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.runs.atomic_write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_run(CONFIG, tmp_path, {"start": 2})
+    open_run(CONFIG, tmp_path, {"start": 2})
+    assert run.fingerprint_history_path.read_text() == '{"start": 1}\n'
+
+
 def test_latest_names_the_newest_run(tmp_path: Path) -> None:
     open_run(CONFIG, tmp_path, {})
     second = open_run(OTHER, tmp_path, {})
