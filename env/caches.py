@@ -76,8 +76,8 @@ class CacheDirs:
 def environment_for_compile(key_dir: Path) -> dict[str, str]:
     """Return the variables that put every compiler cache below `key_dir` (absolute); set them before torch is imported.
 
-    One thing stays outside: Inductor keeps its precompiled C++ headers in torchinductor_<user> of the temporary folder
-    (torch 2.11.0, codecache.py, _HEADER_DIR). They are keyed by their own content and flags and are safe to lose.
+    No variable moves Inductor's precompiled C++ headers, which go to torchinductor_<user> of the temporary folder
+    (torch 2.11.0, codecache.py, _HEADER_DIR): dflash.compile does without them.
     """
     return {name: str(key_dir.absolute() / folder) for name, folder in _COMPILE_FOLDERS.items()}
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline train` and `python -m pipeline generate`: arguments in, exit code out.
+"""`python -m pipeline train`, `generate`, `cache` and `smoke`: arguments in, exit code out.
 
 0 done, 2 bad configuration or data, 3 environment not fit, 4 verification failed, 5 interrupted but resumable.
 """
@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TextIO
 
 from pipeline import commands
+from pipeline.smoke import smoke
 from pipeline.stages import STAGES, one_line
 
 _INTERRUPTED = 5
@@ -35,6 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 start_from=options.start_from,
                 force=options.force,
             )
+        if options.command == "cache":
+            move = commands.export_cache if options.export_to else commands.import_cache
+            return move(Path(options.config), options.overrides, options.export_to or options.import_from)
+        if options.command == "needs":
+            path = Path(options.config) if options.config else None
+            return commands.needs(path, options.overrides, run=options.run or "", again=options.again)
+        if options.command == "smoke":
+            return smoke(options.device, options.json)
         return commands.generate(options.run, options.prompt, options.max_new_tokens)
     except BaseException as error:
         if isinstance(error, BrokenPipeError):
@@ -113,7 +122,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline", description="Train a DFlash drafter and prove what it does."
     )
-    commands_parser = parser.add_subparsers(dest="command", required=True, metavar="train | generate")
+    commands_parser = parser.add_subparsers(
+        dest="command", required=True, metavar="train | generate | cache | smoke | needs"
+    )
 
     train = commands_parser.add_parser("train", help="cache, train and verify; finished stages are skipped")
     train.add_argument("--config", required=True, metavar="FILE", help="a preset of configs/, or one of your own")
@@ -129,12 +140,33 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     generate.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="default 64")
     generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    cache = commands_parser.add_parser("cache", help="carry a compile cache to another host or an image")
+    direction = cache.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--export", dest="export_to", type=Path, metavar="FILE", help="write it into FILE (tar)")
+    direction.add_argument("--import", dest="import_from", type=Path, metavar="FILE", help="take it from FILE")
+    cache.add_argument("--config", required=True, metavar="FILE", help="what it was, or will be, trained with")
+    cache.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    cache.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings over those of the file")
+
+    needs = commands_parser.add_parser("needs", help="print as JSON what a run reads here and what it would download")
+    source = needs.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="FILE", help="of a run to come")
+    source.add_argument("--run", metavar="RUN", help="a finished run, to decode with")
+    needs.add_argument("--again", action="store_true", help="the cache stage will run even if it is finished")
+    needs.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    needs.add_argument("overrides", nargs="*", metavar="section.field=value")
+
+    smoke_parser = commands_parser.add_parser("smoke", help="see in a minute whether everything works here; no network")
+    smoke_parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    smoke_parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    smoke_parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
     # argparse stops taking positional arguments at the first option after them; overrides may stand anywhere.
     options, rest = parser.parse_known_args(arguments)
-    wrong = [text for text in rest if text.startswith("-") or "=" not in text or options.command != "train"]
+    wrong = [text for text in rest if text.startswith("-") or "=" not in text or not hasattr(options, "overrides")]
     if wrong:
         parser.error(f"unknown argument {wrong[0]!r}; see python -m pipeline {options.command} --help")
-    if options.command == "train":
+    if hasattr(options, "overrides"):
         options.overrides = [*options.overrides, *rest]
     return options
 

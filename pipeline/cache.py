@@ -248,8 +248,13 @@ def load_cached(run: Run) -> CachedData:
     if folder.identity != manifest["target"]["identity"]:
         raise DataError("the target's files changed since the cache stage", where=str(folder.path), fix=again)
     drafter = drafter_config(run.config, folder)
-    answers_at = Path(manifest["answers"]["folder"])
-    places = [answers_at] + ([Path(manifest["features"]["folder"])] if manifest["features"]["folder"] else [])
+    # By name below today's cache: in the image it is mounted elsewhere than on the host, and it may have been moved.
+    answers_at, *others = (
+        caches.data / Path(manifest[kind]["folder"]).name
+        for kind in ("answers", "features")
+        if manifest[kind]["folder"]
+    )
+    places = [answers_at, *others]
     found = {}
     for place in places:
         content = read_data_manifest(place)

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from env.cache_archive import export_key, import_archive
+from env.cache_volume import open_key
 from env.caches import CacheDirs, cache_key, environment_for_compile
 from env.doctor import preflight
 from env.errors import EnvError
@@ -23,8 +25,7 @@ from env.fingerprint import fingerprint, source_hash
 from env.installed import Finding
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError, VerificationFailed
-from pipeline.files import atomic_write_json
-from pipeline.inputs import check_inputs
+from pipeline.inputs import check_inputs, local_sources, to_fetch
 from pipeline.report import shown, write_report
 from pipeline.runs import Run, discard_run, find_run, is_new, latest_run, lock_run, open_run, read_manifest
 from pipeline.stages import Stage, run_stages
@@ -96,6 +97,20 @@ def generate(path: str, prompt: str, max_new_tokens: int, *, root: Path = ROOT) 
     return 0
 
 
+def needs(
+    config_path: Path | None, overrides: list[str], *, run: str = "", again: bool = False, root: Path = ROOT
+) -> int:
+    """Print one line of JSON, {"files": paths that a run reads, "fetch": what it would download now}; return 0.
+
+    config_path   of a run to come; None: what decoding with the finished `run` needs
+    again         its cache stage will run even if it is finished
+    """
+    caches = CacheDirs.from_environment(root)
+    config = load_config(config_path, overrides) if config_path is not None else find_run(run, caches.runs).config
+    say(json.dumps({"files": local_sources(config), "fetch": to_fetch(config, caches, again=again)}))
+    return 0
+
+
 def compile_factors(root: Path) -> dict[str, str]:
     """Return what compiled code depends on in this environment.
 
@@ -113,15 +128,38 @@ def compile_factors(root: Path) -> dict[str, str]:
 
 
 def set_cache_variables(config: RunConfig, caches: CacheDirs, factors: Mapping[str, str]) -> str:
-    """Point every compiler cache of this process at the folder of its key, and return the key."""
-    drafter = json.dumps(config.drafter.model_dump(mode="json"), sort_keys=True)
-    drafter_hash = hashlib.sha256(drafter.encode()).hexdigest()[:16]
-    key, named = cache_key({**factors, "drafter": drafter_hash})
-    folder = caches.compile / key
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(folder / "factors.json", named)
+    """Point every compiler cache of this process at the folder of its key, checked, and return the key."""
+    key, named = _compile_key(config, factors)
+    folder = open_key(caches.compile, key, named, say)
     os.environ.update(environment_for_compile(folder))
     return key
+
+
+def export_cache(config_path: Path, overrides: list[str], archive: Path, *, root: Path = ROOT) -> int:
+    """Write the compile cache of a configuration into an archive and return 0. Raises EnvError."""
+    caches = CacheDirs.from_environment(root)
+    key, _ = _compile_key(load_config(config_path, overrides), compile_factors(root))
+    count = export_key(caches.compile / key, archive)
+    say(f"compile cache: {key} exported, {count} files, {archive.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def import_cache(config_path: Path, overrides: list[str], archive: Path, *, root: Path = ROOT) -> int:
+    """Take an archive in as the compile cache of a configuration and return 0.
+
+    Raises EnvError naming every factor of the archive that is not this machine's and this configuration's.
+    """
+    caches = CacheDirs.from_environment(root)
+    _, named = _compile_key(load_config(config_path, overrides), compile_factors(root))
+    import_archive(archive, caches.compile, named, say)
+    return 0
+
+
+def _compile_key(config: RunConfig, factors: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the key of the configuration's compiled code here, and its factors by name."""
+    drafter = json.dumps(config.drafter.model_dump(mode="json"), sort_keys=True)
+    drafter_hash = hashlib.sha256(drafter.encode()).hexdigest()[:16]
+    return cache_key({**factors, "drafter": drafter_hash})
 
 
 def say(line: str) -> None:

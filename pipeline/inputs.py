@@ -1,13 +1,19 @@
-"""Files of the user that a run was made from. The run's name is a hash of its configuration, which holds their names
-only, so a run that is finished must not be taken for one of the same files with other content."""
+"""What a run is made from: files of the user, and packages or models that must be fetched.
+
+A run's name is a hash of its configuration, which holds the names of files only, so a run that is finished must not be
+taken for one of the same files with other content.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from env.caches import CacheDirs
+from pipeline.catalogue import load_catalogue
 from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.files import expand_user, sha256_file
+from pipeline.packages import is_fetched
 from pipeline.runs import Run, read_manifest
 
 
@@ -32,3 +38,34 @@ def check_inputs(run: Run) -> None:
                 where=source,
                 fix="Give the run another name, or rebuild it: invoke train --from-stage cache.",
             )
+
+
+def local_sources(config: RunConfig) -> list[str]:
+    """Return the configuration's paths on this machine, as written: what a container must be given."""
+    catalogue = load_catalogue()
+    sources = [config.target.source, *(source.source for source in config.data.train), config.data.out_of_domain.source]
+    sources += [config.train.init_from] if config.train.init_from is not None else []
+    named = {*catalogue.targets, *catalogue.data}
+    # A hub id comes with a revision; everything else that no list names can only be a path.
+    is_hub_id = config.target.revision is not None
+    return sorted({s for s in sources if s not in named and not (is_hub_id and s == config.target.source)})
+
+
+def to_fetch(config: RunConfig, caches: CacheDirs, *, again: bool = False) -> list[str]:
+    """Return what a run of `config` would download now: packages that the cache lacks, and a target on the hub.
+
+    No package once its cache stage is finished, unless that runs `again`: later stages read what it left. A hub id
+    always counts: only the hub's client knows whether its own cache, which differs from place to place, holds it all.
+    """
+    hub = [config.target.source] if config.target.revision is not None else []
+    run = Run(caches.runs / config.run_id(), config)
+    if (read_manifest(run.manifest_path("cache")) or {}).get("finished") and not again:
+        return hub
+    catalogue = load_catalogue()
+    sources = [source.source for source in config.data.train] + [config.data.out_of_domain.source]
+    packages = [catalogue.data[name].package for name in sources if name in catalogue.data]
+    target = config.target.source
+    if target in catalogue.targets:
+        packages.append(catalogue.targets[target].package)
+    missing = sorted({p for p in packages if not is_fetched(p, catalogue.packages[p], caches.packages)})
+    return [*missing, *hub]

@@ -70,6 +70,11 @@ def fetch_file(
     return path
 
 
+def is_fetched(name: str, pin: PackagePin, cache: Path) -> bool:
+    """Return whether fetch_package would download nothing."""
+    return _folder(name, pin, cache).is_dir()
+
+
 def _folder(name: str, pin: PackagePin, cache: Path) -> Path:
     return cache / f"{name}-{pin.version}-{pin.sha256[:12]}"
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from dflash.checkpoint import save_drafter
 from dflash.compile import CompileGate, CompileMiss, GateAborted
+from dflash.compile.counters import disk_counts
 from dflash.config import FULL, SLIDING
 from pipeline.batches import BatchPlan, Collator, MicroBatch, StepBatch
 from pipeline.cache import CachedData, load_cached
 from pipeline.checkpoints import check_contract, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
-from pipeline.compile_lock import cache_folder, compiling
+from pipeline.compile_lock import cache_folder, compiling, explained
 from pipeline.errors import Interrupted, PipelineError, VerificationFailed
 from pipeline.interrupts import StopRequest
 from pipeline.metrics import MetricsLog, Progress
@@ -118,7 +119,7 @@ class Trainer:
             self.step, self.sessions = found.step, found.state["sessions"]
             self._say(f"train: resuming from {path.name}")
         self.metrics.truncate_after(self.step)
-        self._session_start = self.step
+        self._session_start, self._counts_before = self.step, disk_counts()
 
     def _save(self) -> None:
         self._replicas_equal = self._replicas_equal and self._compare_replicas()
@@ -138,6 +139,7 @@ class Trainer:
             "to_step": self.step,
             "warmup_seconds": round(self.warmup_seconds, 2),
             "gate": self.gate.report(),
+            **disk_counts(self._counts_before),
             "replicas_equal": self._replicas_equal,
             "seconds_waited_for_each_other": round(self.exchange.rendezvous.seconds_waited, 2),
         }
@@ -157,7 +159,7 @@ class Trainer:
             threads.append(threading.Thread(target=self._guarded, args=(self._target_work, 0), name="target-0"))
         begin = self._last = time.perf_counter()
         with Progress(self.config.train.steps, start=self.step) as self.progress:
-            with compiling(cache_folder(), self._say):
+            with compiling(cache_folder(), self._say, lambda: self.gate.sealed):
                 for thread in threads:
                     thread.start()
                 while not self.gate.sealed and all(thread.is_alive() for thread in threads):
@@ -187,7 +189,7 @@ class Trainer:
         first = (real or self._failures)[0]
         if isinstance(first, CompileMiss):
             return VerificationFailed(str(first), where=f"step {self.step + 1}")
-        return first
+        return explained(first, cache_folder())
 
     def _work(self, index: int) -> None:
         replica, config = self.replicas[index], self.config
@@ -310,6 +312,7 @@ class Trainer:
             "steps_per_epoch": self.plan.steps_per_epoch,
             "workers": [f"{r.name} on {r.device} ({r.attention})" for r in self.replicas],
             "replicas_equal": all(session["replicas_equal"] for session in sessions),
+            **{name: sum(session.get(name, 0) for session in sessions) for name in ("built", "loaded")},
             "compiles_after_warmup": sum(g["compiles_after_warmup"] for g in gates),
             "eager_bodies": sum(g["eager_bodies"] for g in gates),
             "misses": sum(g["misses"] for g in gates),

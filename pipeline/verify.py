@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from dflash.checkpoint import load_drafter
+from dflash.compile.counters import disk_counts
 from dflash.errors import DFlashError
 from env.doctor import check_lock
 from pipeline.cache import ROOT, load_cached
 from pipeline.checkpoints import latest_checkpoint, load_checkpoint
+from pipeline.compile_lock import cache_folder, compiling
 from pipeline.errors import DataError, VerificationFailed
 from pipeline.files import atomic_write_json
 from pipeline.gates import (
@@ -36,11 +38,11 @@ from pipeline.regenerate import stop_ids
 from pipeline.replica import DTYPES, new_drafter
 from pipeline.runs import Run, read_manifest
 from pipeline.targets import load_target, load_tokenizer
-from pipeline.warmup import set_threads
+from pipeline.warmup import say, set_threads
 
 
 def verify(run: Run) -> dict[str, Any]:
-    """Return {"verdict", "gates", "tau"} after writing it to verify.json.
+    """Return {"verdict", "gates", "tau", "compile"} after writing it to verify.json.
 
     Raises VerificationFailed that names the failed gates.
     """
@@ -80,7 +82,10 @@ def verify(run: Run) -> dict[str, Any]:
     target = load_target(data.target, torch.float32, device)
     # The same intra-op threads as training, so that its compiled code is found on disk; decoding then takes all cores.
     set_threads(len(config.topology.drafters), device)
-    gates.append(compiled_equals_dense(config, data, target, exported, device))
+    before = disk_counts()
+    with compiling(cache_folder(), say):
+        gates.append(compiled_equals_dense(config, data, target, exported, device))
+    counts = disk_counts(before)
     set_threads(1, device)
 
     drafter = load_drafter(run.drafter_dir, dtype=torch.float32, device=device)
@@ -112,7 +117,12 @@ def verify(run: Run) -> dict[str, Any]:
         }
     gates += tau_gates(tau, config.verify.min_tau, config.verify.min_tau_gain, config.verify.min_tau_gain_out_of_domain)
     passed = all(gate.holds for gate in gates)
-    report = {"verdict": "pass" if passed else "fail", "gates": [gate.record() for gate in gates], "tau": tau}
+    report = {
+        "verdict": "pass" if passed else "fail",
+        "gates": [gate.record() for gate in gates],
+        "tau": tau,
+        "compile": counts,
+    }
     atomic_write_json(run.verify_path, report)
     if not passed:
         names = ", ".join(gate.name for gate in gates if not gate.holds)

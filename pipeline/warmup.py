@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dflash.compile import CompileGate
+from dflash.compile.counters import disk_counts
 from dflash.config import DrafterConfig
 from pipeline.compile_lock import cache_folder, compiling
 from pipeline.config import RunConfig
@@ -46,7 +47,7 @@ def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig
         borrowed = Borrowed.of(target, device, DTYPES[config.train.precision])
         start = new_drafter(config, drafter, borrowed.head_VD)
         replica = Replica("cache", config, drafter, start, borrowed, device, gate)
-        begin = time.perf_counter()
+        begin, counts = time.perf_counter(), disk_counts()
         with compiling(cache_folder(), say), gate.worker("cache"):
             gate.warm_up(replica.warm_up)
         seconds = round(time.perf_counter() - begin, 2)
@@ -59,6 +60,7 @@ def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig
     return {
         "seconds": seconds,
         "graphs": report["compiles"],
+        **disk_counts(counts),
         "files": len(files),
         "bytes": sum(p.stat().st_size for p in files),
     }

@@ -215,3 +215,18 @@ def test_damaged_features_are_named_before_training_begins(
     shard.write_bytes(content)
     with pytest.raises(DataError, match=r"shard-00001\.safetensors: is missing or damaged"):
         bench.go(ONE_DRAFTER, "train.steps=2", stages=("train",))
+
+
+def test_a_run_goes_on_where_the_cache_is_mounted_at_another_place(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a container calls /cache is .cache for the host."""
+    bench = make_bench()
+    bench.use(monkeypatch)
+    bench.go(ONE_DRAFTER, "train.steps=2", stages=("cache",))
+    (bench.folder / "cache").rename(bench.folder / "mounted")
+    with pytest.raises(DataError, match="is gone or incomplete"):
+        bench.go(ONE_DRAFTER, "train.steps=2", stages=("train",))
+    monkeypatch.setenv("DFLASH_CACHE", str(bench.folder / "mounted"))
+    run = bench.go(ONE_DRAFTER, "train.steps=2", stages=("train",))
+    assert run.manifest_path("train").is_file()

@@ -84,7 +84,7 @@ def test_naming_places_creates_nothing(tmp_path: Path) -> None:
 
 _COMPILE = """
 import json, os, torch, torch._inductor.config
-torch._inductor.config.cpp_cache_precompile_headers = False  # a minute of C++ that environment_for_compile speaks of
+torch._inductor.config.cpp_cache_precompile_headers = False  # as dflash.compile does; see environment_for_compile
 before = {k: v for k, v in os.environ.items() if "CACHE" in k or "TRITON" in k or "TORCH" in k}
 torch.compile(lambda x: x.sin() + 1)(torch.ones(8))
 after = {k: v for k, v in os.environ.items() if "CACHE" in k or "TRITON" in k or "TORCH" in k}
