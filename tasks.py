@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from invoke import Collection, Context, Exit, task
 
+from env.build import build as build_image
+from env.build import checked_base, host_engine
+from env.cache_budget import clean as clean_cache
 from env.caches import CacheDirs
+from env.engines import ENGINES
 from env.errors import EnvError
 from env.foreground import run_foreground
-from env.image import ENGINES, find_engine
+from env.image import describe
 from env.locks import check_locks, compile_locks
-from env.venv import ensure_runtime, runtime_folder
+from env.place import choose_place, in_our_image, run_name, run_there
+from env.reproduce import check_same_twice
+from env.rootfs import write_rootfs
+from env.venv import ensure_runtime
 
 ROOT = Path(__file__).resolve().parent
+_WHERE = {"in": "image or venv; default: the image when one of this checkout is built"}
 
 
 @contextmanager
@@ -32,42 +39,32 @@ def _one_line_errors() -> Iterator[None]:
         raise Exit("Interrupted before the program started; nothing is half-written. Run it again.", code=5) from None
 
 
-def _in_our_image() -> bool:
-    # Other containers are hosts like any other: only our image brings the locked packages with it.
-    return os.environ.get("DFLASH_IN_IMAGE") == "1"
-
-
-def _python(lock: str = "runtime") -> str:
-    if _in_our_image():
-        return sys.executable
-    return str(ensure_runtime(ROOT, CacheDirs.from_environment(ROOT), lock=lock, say=_say))
+def _caches() -> CacheDirs:
+    return CacheDirs.from_environment(ROOT)
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _run(arguments: list[str], *, lock: str = "runtime", announce: Callable[[], None] | None = None) -> None:
-    """Run the environment's Python in the foreground and end with its exit code unless that is 0."""
-    with _one_line_errors():
-        if announce:
-            announce()
-        python = _python(lock)
-    code = run_foreground([python, *arguments], cwd=ROOT)
+def _end(code: int) -> None:
     if code:
         raise Exit(code=code)
 
 
-def _announce_environment() -> None:
-    if _in_our_image():
-        return
-    folder = runtime_folder(ROOT, CacheDirs.from_environment(ROOT))
-    shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    engine = find_engine()
-    if engine is None:
-        _say(f"No container engine ({', '.join(ENGINES)}) on this host: using the locked environment {shown}")
-    else:
-        _say(f"Found {engine}, but no image of this commit is built: using the locked environment {shown}")
+def _run(arguments: list[str], *, lock: str = "runtime") -> None:
+    """Run the environment's Python in the foreground and end with its exit code unless that is 0."""
+    with _one_line_errors():
+        python = sys.executable if in_our_image() else str(ensure_runtime(ROOT, _caches(), lock=lock, say=_say))
+    _end(run_foreground([python, *arguments], cwd=ROOT))
+
+
+def _run_placed(command: Sequence[str], module: Sequence[str], *, where: str, **how: Any) -> None:
+    """Run a command of the image's entry point, or the same of Python, wherever `where` says."""
+    with _one_line_errors():
+        place = choose_place(where, ROOT, _caches())
+        code = run_there(place, command, module, root=ROOT, caches=_caches(), say=_say, **how)
+    _end(code)
 
 
 @task(
@@ -78,6 +75,7 @@ def _announce_environment() -> None:
         "force": "run finished stages again",
         "set": "override, e.g. --set train.steps=50; may be repeated",
         "debug": "show tracebacks",
+        **_WHERE,
     },
     iterable=["set_"],
 )
@@ -89,14 +87,19 @@ def train(
     force: bool = False,
     set_: Any = None,
     debug: bool = False,
+    in_: str = "auto",
 ) -> None:
     """Train a drafter: cache, train, verify. Resumes what was interrupted."""
-    arguments = ["-m", "pipeline", "train", "--config", config]
+    arguments = ["train", "--config", config]
     arguments += ["--stage", stage] if stage else []
     arguments += ["--from", from_stage] if from_stage else []
     arguments += ["--force"] if force else []
     arguments += ["--debug"] if debug else []
-    _run([*arguments, *(set_ or [])], announce=_announce_environment)
+    overrides = list(set_ or [])
+    command = [*arguments, *overrides]
+    again = force or "cache" in (stage, from_stage)
+    ask = ["--config", config, *overrides, *(["--again"] if again else [])]
+    _run_placed(command, ["-m", "pipeline", *command], where=in_, ask=ask, named=[config])
 
 
 @task(
@@ -104,11 +107,61 @@ def train(
         "prompt": "the user's message",
         "run": "run folder with an exported drafter",
         "max-new-tokens": "where to stop at the latest",
+        **_WHERE,
     }
 )
-def generate(c: Context, prompt: str, run: str = "runs/latest", max_new_tokens: int = 64) -> None:
+def generate(c: Context, prompt: str, run: str = "runs/latest", max_new_tokens: int = 64, in_: str = "auto") -> None:
     """Answer a prompt with a run's drafter; show tokens per target call."""
-    _run(["-m", "pipeline", "generate", "--run", run, "--prompt", prompt, "--max-new-tokens", str(max_new_tokens)])
+    name = run_name(run, ROOT, _caches())
+    command = ["generate", "--run", name, "--prompt", prompt, "--max-new-tokens", str(max_new_tokens)]
+    _run_placed(command, ["-m", "pipeline", *command], where=in_, ask=["--run", name], named=[name])
+
+
+@task(help={"device": "cpu or cuda; default: the GPU if there is one", "json": "also write the results here", **_WHERE})
+def smoke(c: Context, device: str = "", json: str = "", in_: str = "auto") -> None:
+    """Try everything once on a tiny model: doctor, kernels, three training steps, verify."""
+    command = ["smoke", *(["--device", device] if device else [])]
+    outputs = []
+    if json:
+        path = (ROOT / Path(json).expanduser()).absolute()
+        command += ["--json", str(path)]
+        outputs = [path.parent]
+    _run_placed(command, ["-m", "pipeline", *command], where=in_, outputs=outputs)
+
+
+@task(
+    help={
+        "engine": f"{', '.join(ENGINES)}; default: the first that works",
+        "base": "debian: made here from packages; registry: pulled by digest; default: debian where mmdebstrap is",
+        "check": "build everything again from nothing and compare, naming the first file that differs",
+        "rootfs": "also write the image's file system to this tar, for hosts without an engine",
+    }
+)
+def build(c: Context, engine: str = "", base: str = "auto", check: bool = False, rootfs: str = "") -> None:
+    """Build the image of this checkout, with a manifest of what is in it."""
+    with _one_line_errors():
+        found = host_engine(engine)
+        if found is None:
+            what = f"no container engine ({', '.join(ENGINES)}) works on this host"
+            raise EnvError(what, where="invoke build", fix="Install docker or podman; invoke train needs neither.")
+        kind = checked_base(base)
+        manifest = build_image(ROOT, _caches(), found, base=kind, say=_say)
+        _say(describe(manifest))
+        if check:
+            check_same_twice(ROOT, _caches(), found, base=kind, say=_say)
+        if rootfs:
+            write_rootfs(found, manifest["name"], ROOT / Path(rootfs).expanduser(), say=_say)
+
+
+@task
+def shell(c: Context) -> None:
+    """Open a shell in the image, with the cache and the runs."""
+    with _one_line_errors():
+        place = choose_place("image", ROOT, _caches())
+        if place.kind == "here":
+            raise EnvError("this is the image", where="invoke shell", fix="Type on.")
+        code = run_there(place, ["bash"], [], root=ROOT, caches=_caches(), say=_say, keyboard=True)
+    _end(code)
 
 
 @task(
@@ -116,13 +169,72 @@ def generate(c: Context, prompt: str, run: str = "runs/latest", max_new_tokens: 
         "path": "file or folder of tests",
         "k": "only tests whose names match this pytest expression",
         "gpu": "the tests that need a GPU, instead of all others",
+        "image": "the tests of the built image, instead of all others",
         "lock": "environment: dev, or next to try the newest torch",
     }
 )
-def test(c: Context, path: str = "tests", k: str = "", gpu: bool = False, lock: str = "dev") -> None:
+def test(
+    c: Context, path: str = "tests", k: str = "", gpu: bool = False, image: bool = False, lock: str = "dev"
+) -> None:
     """Run the tests in the locked development environment."""
-    arguments = ["-m", "pytest", path, "-m", "gpu" if gpu else "not gpu"]
+    chosen = "gpu" if gpu else "image" if image else "not gpu and not image"
+    arguments = ["-m", "pytest", path, "-m", chosen]
     _run([*arguments, *(["-k", k] if k else [])], lock=lock)
+
+
+@task(
+    help={
+        "dry-run": "list what is there and what would go; remove nothing",
+        "everything": "remove every key that no process uses",
+    }
+)
+def clean(c: Context, dry_run: bool = False, everything: bool = False) -> None:
+    """Bring the compile cache within its budget; refuses while a process compiles."""
+    with _one_line_errors():
+        clean_cache(_caches().compile, _say, dry_run=dry_run, everything=everything)
+
+
+@task(
+    name="cache",
+    help={
+        "export": "write the compile cache of the configuration into this file",
+        "import": "take it from this file, checked",
+        "config": "preset in configs/",
+        "set": "override; may be repeated",
+        **_WHERE,
+    },
+    iterable=["set_"],
+)
+def move_cache(
+    c: Context,
+    export: str = "",
+    import_: str = "",
+    config: str = "configs/quickstart.yaml",
+    set_: Any = None,
+    in_: str = "auto",
+) -> None:
+    """Carry a warm compile cache to another host or into an image."""
+    overrides = list(set_ or [])
+    command = ["cache", "--config", config, *overrides]
+    named, outputs = [config], []
+    if export:
+        path = (ROOT / Path(export).expanduser()).absolute()
+        command += ["--export", str(path)]
+        outputs = [path.parent]
+    if import_:
+        path = (ROOT / Path(import_).expanduser()).absolute()
+        command += ["--import", str(path)]
+        named.append(str(path))
+    _run_placed(command, ["-m", "pipeline", *command], where=in_, named=named, outputs=outputs)
+
+
+@task(
+    positional=["first", "second"],
+    help={"first": "run folder, its id, or runs/latest", "second": "the other run", "json": "print JSON"},
+)
+def diff(c: Context, first: str, second: str, json: bool = False) -> None:
+    """Say in words what differs between two runs."""
+    _run(["-m", "env.diff", first, second, *(["--json"] if json else [])])
 
 
 @task(help={"json": "also write the findings to this file", "lock": "lock to compare with"})
@@ -139,9 +251,12 @@ def fingerprint(c: Context) -> None:
 
 @task
 def lint(c: Context) -> None:
-    """Check style and formatting (ruff)."""
+    """Check style and formatting (ruff) and the Dockerfile (hadolint)."""
     _run(["-m", "ruff", "check", "."], lock="dev")
     _run(["-m", "ruff", "format", "--check", "."], lock="dev")
+    with _one_line_errors():
+        hadolint = ensure_runtime(ROOT, _caches(), lock="dev", say=_say).with_name("hadolint")
+    _end(run_foreground([str(hadolint), "Dockerfile"], cwd=ROOT))
 
 
 @task
@@ -155,12 +270,13 @@ def typecheck(c: Context) -> None:
         "json": "also write the results to this file",
         "lock": "environment: runtime, or next to try the newest torch",
         "runs": "runs of each random case",
+        "jobs": "runs of one case at a time",
         "device": "only cpu or only cuda",
     }
 )
-def race(c: Context, json: str = "", lock: str = "runtime", runs: int = 3, device: str = "") -> None:
+def race(c: Context, json: str = "", lock: str = "runtime", runs: int = 3, jobs: int = 1, device: str = "") -> None:
     """Show what threads and torch.compile do here, without the gate and with it."""
-    arguments = ["-m", "dflash.compile.lab", "--runs", str(runs)]
+    arguments = ["-m", "dflash.compile.lab", "--runs", str(runs), "--jobs", str(jobs)]
     arguments += ["--json", json] if json else []
     _run([*arguments, *(["--device", device] if device else [])], lock=lock)
 
@@ -181,4 +297,20 @@ def lock(c: Context, check: bool = False, next: bool = False) -> None:
             compile_locks(ROOT, upgrade=("next",) if next else ())
 
 
-namespace = Collection(train, generate, race, test, doctor, fingerprint, lint, typecheck, lock)
+namespace = Collection(
+    train,
+    generate,
+    smoke,
+    build,
+    shell,
+    clean,
+    move_cache,
+    race,
+    test,
+    doctor,
+    fingerprint,
+    diff,
+    lint,
+    typecheck,
+    lock,
+)
