@@ -46,10 +46,11 @@ from pipeline.compile_lock import cache_folder, compiling
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-linear = torch.nn.Linear(8, 8)
+device = "cuda" if how == "cuda" else "cpu"
+linear = torch.nn.Linear(8, 8, device=device)
 gate = CompileGate(workers=1)
 body = gate.compile(lambda x: linear(x).relu(), name="body")
-given = torch.randn(3, 8)
+given = torch.randn(3, 8, device=device)
 with compiling(cache_folder(), lines.append):
     with gate.worker("worker"):
         gate.warm_up(lambda: body(given).sum().backward())
