@@ -94,8 +94,10 @@ def test_no_bytecode_is_stale(image: Image) -> None:
     """Rewritten file times make ordinary bytecode stale; a read-only root would compile it anew at every start."""
     done = image.run(["-v", "-c", "import torch, transformers"], entrypoint="/opt/dflash/bin/python")
     assert done.returncode == 0
-    assert "bytecode is stale" not in done.stderr and done.stderr.count("# code object from ") < 5, done.stderr[-500:]
-    assert "matches" in done.stderr, "python -v says which bytecode it takes; if it does not, this test shows nothing"
+    loaded = [line for line in done.stderr.splitlines() if line.startswith("# code object from ")]
+    compiled = [line for line in loaded if ".pyc" not in line]
+    assert len(loaded) > 1000, "python -v says where code comes from; if it does not, this test shows nothing"
+    assert "bytecode is stale" not in done.stderr and compiled == []
 
 
 def test_the_size_is_within_its_budget(image: Image) -> None:
