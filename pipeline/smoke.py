@@ -130,9 +130,16 @@ def _compile_and_train(
             if not results.attempt(f"{name} stage", partial(_stage, name, run, config_path, root, stages)):
                 break  # the later ones need it
         gates = (read_manifest(run.verify_path) or {}).get("gates", [])
+        found = {name: read_manifest(run.manifest_path(name)) or {} for name in STAGES}
+    graphs = {name: manifest.get("compile", manifest) for name, manifest in found.items()}
     after = _files(compiled)
     commands.say(f"compiled code: {len(after)} files, {len(after - before)} of them new, in {compiled}")
-    facts = {"folder": str(compiled), "files": len(after), "new_files": len(after - before)}
+    facts = {
+        "folder": str(compiled),
+        "files": len(after),
+        "new_files": len(after - before),
+        "stages": {name: {key: counts.get(key) for key in ("built", "loaded")} for name, counts in graphs.items()},
+    }
     return {"device": chosen, "factors": factors, "compiled": facts, "gates": gates}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from env.build import build
 from env.caches import CacheDirs
 from env.engines import Engine
 from env.image import COPIED
@@ -159,3 +160,13 @@ def commit_all(root: Path) -> Path:
 def caches_of(root: Path) -> CacheDirs:
     """Return the default places of a checkout."""
     return CacheDirs.from_environment(root, {})
+
+
+def build_with(root: Path, engine: Engine = PODMAN, **how: Any) -> dict[str, Any]:
+    """Build `root` on the registry's base, saying nothing."""
+    return build(root, caches_of(root), engine, **{"base": "registry", "say": lambda line: None, **how})
+
+
+def modes_of(folder: Path) -> dict[str, int]:
+    """Return {file below `folder`: its permissions}."""
+    return {p.relative_to(folder).as_posix(): p.stat().st_mode & 0o777 for p in folder.rglob("*") if p.is_file()}

@@ -19,7 +19,6 @@ import pytest
 from env.cache_archive import export_key, import_archive
 from env.cache_volume import listed_files
 from env.caches import OWNED_VARIABLES, cache_key, environment_for_compile
-from tests.scenarios.conftest import MakeBench
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORS = {"torch": "this", "machine": "this"}
@@ -214,36 +213,3 @@ def test_a_full_cache_is_one_message_and_harms_nothing(first: tuple[Path, dict[s
     message = (tmp_path / "err").read_text().splitlines()[-1]
     assert message.startswith("env.errors.EnvError: ") and "the compile cache is full (32 MiB" in message
     assert json.loads(result)["value"] == first[1]["value"]
-
-
-PIPELINE = """
-import sys
-from pathlib import Path
-from pipeline import commands
-commands.source_hash = lambda root: "0" * 64  # the checkout may be edited while this test runs
-commands.train(Path(sys.argv[1]), sys.argv[2:], checks=lambda root: [])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_second_start_of_the_pipeline_builds_nothing_in_any_stage(make_bench: MakeBench, tmp_path: Path) -> None:
-    """Another seed, so that no stage is skipped, in a new process with an empty temporary folder."""
-    bench = make_bench()
-    counts: dict[int, dict[str, tuple[int, int]]] = {}
-    for seed in (0, 1):
-        overrides = (f"seed={seed}", "compile.backend=inductor", "train.steps=3")
-        done = subprocess.run(
-            [sys.executable, "-c", PIPELINE, str(bench.config_path), *overrides],
-            env={**_environment(tmp_path / f"tmp-{seed}"), **bench.environment},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        run = bench.run(*overrides)
-        found = {stage: json.loads(run.manifest_path(stage).read_text()) for stage in ("cache", "train", "verify")}
-        found = {stage: values.get("compile", values) for stage, values in found.items()}
-        counts[seed] = {stage: (values["built"], values["loaded"]) for stage, values in found.items()}
-    assert counts[0]["cache"][0] > 0  # the counter counts
-    # Two graphs, forward and backward: once in the cache stage and in verify, for each of two drafters in training.
-    assert counts[1] == {"cache": (0, 2), "train": (0, 4), "verify": (0, 2)}

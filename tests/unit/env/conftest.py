@@ -1,14 +1,18 @@
-"""A package index made of little wheels in a folder, so that the real uv can be used without a network."""
+"""A package index made of little wheels in a folder, so that the real uv can be used without a network; engines that
+are shell scripts, and a checkout for them to build."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.engine_tools import FakeEngines, commit_all, make_checkout
 
 MakeWheel = Callable[..., Path]
 
@@ -67,3 +71,24 @@ def install(make_wheel: MakeWheel, tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / into
 
     return put
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngines:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "tmp").mkdir()
+    made = FakeEngines.make(tmp_path / "fake", "docker", "podman", "buildah")
+    made.use(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return made
+
+
+@pytest.fixture
+def tarball(tmp_path: Path, fakes: FakeEngines) -> Path:
+    """Return a checkout without version control, in a folder with a space."""
+    return make_checkout(tmp_path / "my project")
+
+
+@pytest.fixture
+def checkout(tarball: Path) -> Path:
+    return commit_all(tarball)
