@@ -43,6 +43,16 @@ def _caches() -> CacheDirs:
     return CacheDirs.from_environment(ROOT)
 
 
+def _output_folder(text: str) -> tuple[str, list[Path]]:
+    """Return (the file's absolute path, [its folder]) of a file that a command writes. Raises EnvError."""
+    path = (ROOT / Path(text).expanduser()).absolute()
+    if not path.parent.is_dir():
+        raise EnvError("no such folder", where=str(path.parent), fix="Make it first.")
+    if path.parent == Path("/"):
+        raise EnvError("the root cannot be given to a container", where=str(path), fix="Name a file in a folder.")
+    return str(path), [path.parent]
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -121,11 +131,11 @@ def generate(c: Context, prompt: str, run: str = "runs/latest", max_new_tokens: 
 def smoke(c: Context, device: str = "", json: str = "", in_: str = "auto") -> None:
     """Try everything once on a tiny model: doctor, kernels, three training steps, verify."""
     command = ["smoke", *(["--device", device] if device else [])]
-    outputs = []
+    outputs: list[Path] = []
     if json:
-        path = (ROOT / Path(json).expanduser()).absolute()
-        command += ["--json", str(path)]
-        outputs = [path.parent]
+        with _one_line_errors():
+            path, outputs = _output_folder(json)
+        command += ["--json", path]
     _run_placed(command, ["-m", "pipeline", *command], where=in_, outputs=outputs)
 
 
@@ -216,15 +226,15 @@ def move_cache(
     """Carry a warm compile cache to another host or into an image."""
     overrides = list(set_ or [])
     command = ["cache", "--config", config, *overrides]
-    named, outputs = [config], []
+    named, outputs = [config], list[Path]()
     if export:
-        path = (ROOT / Path(export).expanduser()).absolute()
-        command += ["--export", str(path)]
-        outputs = [path.parent]
+        with _one_line_errors():
+            path, outputs = _output_folder(export)
+        command += ["--export", path]
     if import_:
-        path = (ROOT / Path(import_).expanduser()).absolute()
-        command += ["--import", str(path)]
-        named.append(str(path))
+        path = str((ROOT / Path(import_).expanduser()).absolute())
+        command += ["--import", path]
+        named.append(path)
     _run_placed(command, ["-m", "pipeline", *command], where=in_, named=named, outputs=outputs)
 
 
@@ -237,10 +247,16 @@ def diff(c: Context, first: str, second: str, json: bool = False) -> None:
     _run(["-m", "env.diff", first, second, *(["--json"] if json else [])])
 
 
-@task(help={"json": "also write the findings to this file", "lock": "lock to compare with"})
-def doctor(c: Context, json: str = "", lock: str = "") -> None:
-    """Compare this environment with the lock; say what would go wrong."""
-    _run(["-m", "env.doctor", *(["--json", json] if json else []), *(["--lock", lock] if lock else [])])
+@task(help={"json": "also write the findings to this file", "lock": "lock to compare with", **_WHERE})
+def doctor(c: Context, json: str = "", lock: str = "", in_: str = "auto") -> None:
+    """Compare the environment with the lock; say what would go wrong on this machine."""
+    options = ["--lock", lock] if lock else []
+    outputs: list[Path] = []
+    if json:
+        with _one_line_errors():
+            path, outputs = _output_folder(json)
+        options += ["--json", path]
+    _run_placed(["doctor", *options], ["-m", "env.doctor", *options], where=in_, outputs=outputs)
 
 
 @task

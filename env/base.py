@@ -44,6 +44,16 @@ def make_base(pins: ImagePins, out: Path) -> Path:
     return out
 
 
+def can_make_base(pins: ImagePins) -> bool:
+    """Return whether this host has mmdebstrap and package sources of the suite (Ubuntu has none of Debian's)."""
+    if shutil.which("mmdebstrap") is None:
+        return False
+    try:
+        return bool(apt_sources(_index_targets(), pins.suite))
+    except EnvError:
+        return False
+
+
 def apt_sources(index_targets: str, suite: str) -> list[str]:
     """Return the lines of a sources.list for `suite` and its updates, from what apt says of its indexes.
 

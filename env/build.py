@@ -13,12 +13,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from env.base import make_base
+from env.base import can_make_base, make_base
 from env.caches import CacheDirs
 from env.engines import Engine, HostFacts, find_engine
 from env.errors import EnvError
@@ -46,22 +46,24 @@ def build(
     *,
     base: Base = "auto",
     scratch: bool = False,
+    like: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Build the image of this checkout unless it is there, and return its manifest.
 
     scratch   build everything again, the base too, and keep nothing of earlier layers
+    like      manifest of an image of the same content: note its commit, not today's, which may be a later one
     Raises EnvError with the last line of what failed.
     """
     pins = ImagePins.read(root / "lockfiles" / "images.yaml")
-    kind = _choose_base(base)
+    kind = _choose_base(base, pins)
     tag = current_tag(root, kind, pins)
     name = image_name(tag)
     known = read_manifest(caches, tag)
     if known and not scratch and image_id(engine, name) == known["id"]:
         return known
     say(f"Building {name} with {engine.name} ({engine.why}); base: {kind}.")
-    with _inputs(root, caches, engine, pins, kind, scratch=scratch, say=say) as (about, inputs):
+    with _inputs(root, caches, engine, pins, kind, scratch=scratch, like=like, say=say) as (about, inputs):
         _run(build_argv(engine, name=name, epoch=pins.epoch, scratch=scratch, **inputs), what="the build")
     manifest = {
         "name": name,
@@ -91,9 +93,9 @@ def build_archive(
 ) -> None:
     """Build from nothing with docker into an OCI archive; the engine's own images stay as they are."""
     pins = ImagePins.read(root / "lockfiles" / "images.yaml")
-    kind = _choose_base(base)
+    kind = _choose_base(base, pins)
     name = image_name(current_tag(root, kind, pins))
-    with _inputs(root, caches, engine, pins, kind, scratch=True, say=say) as (_, inputs):
+    with _inputs(root, caches, engine, pins, kind, scratch=True, like=None, say=say) as (_, inputs):
         argv = build_argv(engine, name=name, epoch=pins.epoch, scratch=True, archive=archive, **inputs)
         _run(argv, what="the build")
 
@@ -144,11 +146,11 @@ def image_digest(engine: Engine, name: str) -> str | None:
     return image_id(engine, name)
 
 
-def _choose_base(base: Base) -> str:
+def _choose_base(base: Base, pins: ImagePins) -> str:
     if base != "auto":
         return base
     # A registry cannot be asked in general (proxies, credentials); a host that can make the base needs none.
-    return "debian" if shutil.which("mmdebstrap") else "registry"
+    return "debian" if can_make_base(pins) else "registry"
 
 
 def _base_image(
@@ -194,11 +196,12 @@ def _inputs(
     kind: str,
     *,
     scratch: bool,
+    like: Mapping[str, Any] | None,
     say: Callable[[str], None],
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield (image.json, what build_argv needs of this checkout: context, arguments, secrets)."""
     base_image, apt_packages = _base_image(root, caches, engine, pins, kind, scratch=scratch, say=say)
-    with _context(root, current_tag(root, kind, pins), base_image) as context, _secrets() as secrets:
+    with _context(root, current_tag(root, kind, pins), base_image, like) as context, _secrets() as secrets:
         about = json.loads((context / "image.json").read_text(encoding="utf-8"))
         arguments = {
             "BASE_IMAGE": base_image,
@@ -211,7 +214,7 @@ def _inputs(
 
 
 @contextmanager
-def _context(root: Path, tag: str, base_image: str) -> Iterator[Path]:
+def _context(root: Path, tag: str, base_image: str, like: Mapping[str, Any] | None) -> Iterator[Path]:
     """Yield a folder with exactly the files of the image and image.json, so that nothing else can slip in."""
     tracked = _tracked(root)
     with tempfile.TemporaryDirectory(prefix="dflash-context-") as folder:
@@ -224,14 +227,16 @@ def _context(root: Path, tag: str, base_image: str) -> Iterator[Path]:
         for path in (context, *(path for path in context.rglob("*") if path.is_dir())):
             path.chmod(0o755)
         lock = root / "lockfiles" / "runtime.txt"
+        changes = _git(root, "status", "--porcelain", "--", *COPIED, *LOOSE)
         about = {
             "tag": tag,
             "commit": _git(root, "rev-parse", "HEAD") or "unknown",
-            "dirty": bool(_git(root, "status", "--porcelain", "--", *COPIED, *LOOSE)),
+            "dirty": None if changes is None else bool(changes),
             "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest(),
             "torch": _pinned(lock, "torch"),
             "base": base_image,
         }
+        about |= {key: like[key] for key in ("commit", "dirty")} if like else {}
         (context / "image.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         yield context
 

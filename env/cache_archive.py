@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def export_key(folder: Path, out_tar: Path) -> int:
         if damaged := damaged_files(folder):
             fix = "Run invoke train once: it builds damaged files again."
             raise EnvError(f"{min(damaged)} is damaged ({len(damaged)} files)", where=str(folder), fix=fix)
+        listed = {name: about for name, about in listed.items() if (folder / name).is_file()}
         temporary = out_tar.with_name(f".{out_tar.name}.{os.getpid()}.tmp")
         try:
             with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as tar:
@@ -92,7 +94,7 @@ def import_archive(archive: Path, compile_dir: Path, factors_here: dict[str, str
             if (folder / MANIFEST).is_file() and listed_files(folder) and not damaged_files(folder):
                 say(f"compile cache: {key} is here already and undamaged, so it was kept")
                 return folder
-            growing = compile_dir / f".importing-{key}-{os.getpid()}"
+            growing = compile_dir / f".importing-{key}-{secrets.token_hex(4)}"
             growing.mkdir(parents=True)
             try:
                 with (growing / USE_LOCK).open("a", encoding="utf-8") as handle:

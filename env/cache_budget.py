@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from env.errors import EnvError
 MAX_BYTES = 20 * 2**30
 MAX_FILES = 200_000
 
-_OURS = re.compile(r"[0-9a-f]{16}|\.(removing|importing)-[0-9a-f]{16}-\d+")
+_OURS = re.compile(r"[0-9a-f]{16}|\.(removing|importing)-[0-9a-f]{16}-[0-9a-f]+")
 
 Say = Callable[[str], None]
 
@@ -124,10 +125,13 @@ def _remove(entry: Entry) -> str | None:
         # Renamed first: whoever opens the key from now on makes it anew instead of finding half of it.
         away = entry.folder
         if entry.is_key:
-            away = entry.folder.with_name(f".removing-{entry.folder.name}-{os.getpid()}")
-            entry.folder.rename(away)
-        shutil.rmtree(away)
-    return None
+            away = entry.folder.with_name(f".removing-{entry.folder.name}-{secrets.token_hex(4)}")
+            try:
+                entry.folder.rename(away)
+            except OSError as error:
+                return f"cannot be moved ({error.strerror})"
+        shutil.rmtree(away, ignore_errors=True)  # pruning must not fail the run whose compile went well
+    return "could not be removed wholly" if away.exists() else None
 
 
 @contextlib.contextmanager

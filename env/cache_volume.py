@@ -50,7 +50,8 @@ def open_key(compile_dir: Path, key: str, factors: dict[str, str], say: Say) -> 
         (folder / LAST_USED).touch()
     finally:
         if alone:
-            fcntl.flock(_in_use[folder], fcntl.LOCK_SH)
+            with contextlib.suppress(OSError):
+                fcntl.flock(_in_use[folder], fcntl.LOCK_SH)
     return folder
 
 
@@ -194,13 +195,14 @@ def _join(folder: Path) -> bool:
         return False
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / USE_LOCK).open("a", encoding="utf-8")
+        handle = (folder / USE_LOCK).open("a+", encoding="utf-8")  # NFSv4 shares no lock on what cannot be read
         alone = False
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
         except BlockingIOError:
-            fcntl.flock(handle, fcntl.LOCK_SH)  # waits only while another process checks, seconds at most
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_SH)  # waits only while another process checks, seconds at most
         except OSError:  # a file system without locks: nobody can be alone there
             pass
         if _is_at(handle, folder / USE_LOCK):

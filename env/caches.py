@@ -92,7 +92,7 @@ def cache_key(factors: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 
 
 def default_factors(source_hash: str) -> dict[str, str]:
-    """Return the factors of this process: torch, triton, CUDA, GPU capability, Python, machine and the source hash.
+    """Return the factors of this process: torch, triton, CUDA, GPU, Python, machine, CPU, C library, source hash.
 
     The capability is the full number, e.g. "9.0": 12.0 and 12.1 must not share kernels (vllm#41871). "cpu" without GPU.
     """
@@ -113,5 +113,18 @@ def default_factors(source_hash: str) -> dict[str, str]:
         "gpu_capability": capability,
         "python": platform.python_version(),
         "machine": f"{platform.system()}-{platform.machine()}".lower(),
+        "cpu": _cpu_features(),
+        "libc": "-".join(platform.libc_ver()) or "unknown",
         "source": source_hash,
     }
+
+
+def _cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return 12 hex digits over the CPU's features: Inductor builds C++ for exactly this CPU (-march=native) and writes
+    its vector width into the code, and neither is part of torch's own keys."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    features = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:12]

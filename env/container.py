@@ -33,6 +33,11 @@ def has_gpus(dev: Path = Path("/dev")) -> bool:
     return any(dev.glob("nvidia[0-9]*"))
 
 
+def wants_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> bool:
+    """Return whether the container gets the host's GPUs: it has some, and CUDA_VISIBLE_DEVICES does not hide all."""
+    return has_gpus(dev) and environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1", "none", "void", "NoDevFiles")
+
+
 def base_mounts(root: Path, caches: CacheDirs, named: Sequence[str], home: Path) -> list[Mount]:
     """Return the two written places and, read-only, the files of the host that the command names.
 
@@ -85,7 +90,7 @@ def container_argv(
         mounts=mounts,
         user=f"{os.getuid()}:{os.getgid()}",
         network=network,
-        gpus=has_gpus() if gpus is None else gpus,
+        gpus=wants_gpus(variables) if gpus is None else gpus,
         pass_variables=passed,
         set_variables=settings,
         terminal=terminal,
@@ -111,6 +116,14 @@ def needs(argv: Sequence[str]) -> dict[str, Any] | int:
     """
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        return done.returncode
+        return checked_code(done.returncode, argv[0])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def checked_code(code: int, engine: str) -> int:
+    """Return a container's exit code. Raises EnvError for 125: the engine itself failed, and nothing of ours ran."""
+    if code == 125:
+        fix = "For GPUs install the NVIDIA container toolkit (podman: nvidia-ctk cdi generate), or use --in venv."
+        raise EnvError("could not start the container (its reason is above)", where=engine, fix=fix)
+    return code

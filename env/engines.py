@@ -35,7 +35,8 @@ class HostFacts:
             effective = 0
         return cls(
             hybrid_cgroups=sys_fs.is_dir() and not (sys_fs / "cgroup.controllers").is_file(),
-            may_raise_limits=bool(effective >> _CAP_SYS_RESOURCE & 1),
+            # Without root podman sets no limits above its own.
+            may_raise_limits=uid != 0 or bool(effective >> _CAP_SYS_RESOURCE & 1),
             rootless=uid != 0,
         )
 

@@ -173,12 +173,14 @@ def run_argv(
     if not engine.can_run:
         raise EnvError(f"{engine.name} builds images and cannot run them", fix="Install podman, or use --in venv.")
     argv = [*engine_argv(engine), "run", "--rm", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+    # SELinux hosts deny mounts without a label; relabelling a user's files would be worse. No effect elsewhere.
+    argv += ["--security-opt=label=disable"]
     if all(mount.target != "/tmp" for mount in mounts):
         argv += ["--tmpfs=/tmp:rw,nosuid,nodev,mode=1777"]
     argv += [f"--shm-size={shm_bytes}", f"--user={user}"]
     if not network:
         argv += ["--network=none"]
-    elif engine.name == "podman":
+    elif engine.name == "podman" and not engine.facts.rootless:
         # Its bridge needs netavark and iptables, which minimal hosts lack; the container only downloads.
         argv += ["--network=host"]
     if engine.name == "podman":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from env.build import built_image, host_engine
 from env.caches import CacheDirs
-from env.container import container_argv, make_places, needs
+from env.container import checked_code, container_argv, make_places, needs
 from env.engines import ENGINES, Engine
 from env.errors import EnvError
 from env.foreground import run_foreground
@@ -42,7 +43,7 @@ def choose_place(
     root: Path,
     caches: CacheDirs,
     *,
-    engine: Callable[[], Engine | None] = host_engine,
+    engine: Callable[..., Engine | None] = host_engine,
     image: Callable[[Path, CacheDirs, Engine], dict[str, Any] | None] = built_image,
 ) -> Place:
     """Return the place for `wanted`: "auto", "image" or "venv". Raises EnvError when there is no image to run in."""
@@ -65,6 +66,12 @@ def choose_place(
             raise EnvError(what, where="--in image", fix="Install docker or podman, or leave --in out.")
         return Place(kind="venv", line=f"{what}: using the locked environment {shown}")
     manifest = image(root, caches, found)
+    for name in ENGINES if manifest is None else ():  # it may have been built with --engine
+        with contextlib.suppress(EnvError):
+            other = engine(name) if name != found.name else None
+            if other is not None and other.can_run and (manifest := image(root, caches, other)) is not None:
+                found = other
+                break
     if manifest is None:
         what = "no image of this checkout is built"
         if wanted == "image":
@@ -125,11 +132,12 @@ def run_there(
         caches=caches,
         named=read,
         network=bool(fetch),
-        terminal=sys.stdout.isatty(),
+        # A terminal without a keyboard would swallow Ctrl-C: engines pass signals on only without one.
+        terminal=keyboard and sys.stdout.isatty(),
         keyboard=keyboard,
         more=[Mount(source=folder, target=str(folder), writable=True) for folder in outputs],
     )
-    return run_foreground(argv, cwd=root)
+    return checked_code(run_foreground(argv, cwd=root), place.engine.name)
 
 
 def run_name(path: str, root: Path, caches: CacheDirs) -> str:

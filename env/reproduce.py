@@ -41,10 +41,13 @@ def check_same_twice(
     if output_of(run) is None:
         raise EnvError("the image cannot be tagged", where=first["name"], fix="Is it still there? Run: invoke build")
     try:
-        second = build(root, caches, engine, base=base, scratch=True, say=say)
+        second = build(root, caches, engine, base=base, scratch=True, like=first, say=say)
         if second["digest"] != first["digest"]:
-            with mounted(engine, kept) as a, mounted(engine, second["name"]) as b:
-                difference = first_difference(a, b) or "no file; the configuration or the layers differ"
+            try:
+                with mounted(engine, kept) as a, mounted(engine, second["name"]) as b:
+                    difference = first_difference(a, b) or "no file; the configuration or the layers differ"
+            except EnvError as error:
+                difference = f"unknown ({error})"
             packages = _changed(first["packages"]["debian"], second["packages"]["debian"])
             why = f" Packages that changed on the index meanwhile: {packages}." if packages else ""
             raise EnvError(
@@ -54,12 +57,18 @@ def check_same_twice(
             )
     finally:
         output_of([*engine_argv(engine), "rmi", kept])
-    say(f"Built twice from nothing, one digest: {second['digest']}")
+    say(f"Built again from nothing, same digest: {second['digest']}")
     return str(second["digest"])
 
 
 def _check_archives(root: Path, caches: CacheDirs, engine: Engine, base: Base, say: Callable[[str], None]) -> str:
     """For docker: its image store keeps build times, so two archives with rewritten times are compared."""
+    if "containerd" not in (output_of(["docker", "info", "--format={{.DriverStatus}}"]) or ""):
+        what, fix = (
+            "docker's image store cannot write OCI archives",
+            "Turn on its containerd image store, or: --engine podman",
+        )
+        raise EnvError(what, where="invoke build --check", fix=fix)
     with tempfile.TemporaryDirectory(prefix=".check-", dir=caches.root) as folder:
         archives = [Path(folder) / f"{number}.tar" for number in (1, 2)]
         for archive in archives:

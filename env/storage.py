@@ -23,7 +23,6 @@ _NETWORK_TYPES = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "wekafs"}
 )
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs"})
-_LAYER_TYPES = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ def check_file_systems(
             continue
         of_cache = variable == "DFLASH_CACHE"
         fix = f"Set {variable} to a folder on a disk of this machine."
-        if in_image and (mount.point == "/" or mount.fstype in _LAYER_TYPES):
+        if in_image and mount.point == "/":
             what = "no volume is mounted here: what is written goes with the container"
             findings.append(warning(str(place), what, f"Run it with --volume NAME:{place}"))
         elif mount.fstype in _MEMORY_TYPES:
@@ -106,8 +105,12 @@ def check_disk(
     files_needed = MIN_FREE_FILES if minimum_files is None else minimum_files
     for name, variable, place in (("cache", "DFLASH_CACHE", caches.root), ("runs", "DFLASH_RUNS", caches.runs)):
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
-        if not _writable(existing):
-            findings.append(error(str(existing), "is not a writable folder", f"Set {variable} to a folder that is."))
+        below = (caches.compile, caches.data, caches.models, caches.packages) if name == "cache" else ()
+        # Of another user's start in a shared place, the folders below may not be ours to write.
+        closed = [folder for folder in (existing, *below) if folder.exists() and not _writable(folder)]
+        for folder in closed:
+            findings.append(error(str(folder), "is not a writable folder", f"Set {variable} to a folder that is."))
+        if existing in closed:
             continue
         status = statvfs(str(existing))
         fix = f"Free some, or set {variable} to another disk."

@@ -27,7 +27,7 @@ from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError, VerificationFailed
 from pipeline.inputs import check_inputs, local_sources, to_fetch
 from pipeline.report import shown, write_report
-from pipeline.runs import Run, discard_run, find_run, is_new, latest_run, lock_run, open_run, read_manifest
+from pipeline.runs import Run, discard_run, find_run, is_new, latest_run, lock_run, made_run, open_run, read_manifest
 from pipeline.stages import Stage, run_stages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,8 +55,8 @@ def train(
     caches = CacheDirs.from_environment(root)
     hash_of_source = source_hash(root)
     before = latest_run(caches.runs)
-    run = open_run(config, caches.runs, fingerprint(root))
-    with lock_run(run):
+    with lock_run(made_run(config, caches.runs)):  # first: a second process must not leave its fingerprint
+        run = open_run(config, caches.runs, fingerprint(root))
         if functions is None:
             if not (force or only == "cache" or start_from == "cache"):
                 check_inputs(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -19,6 +20,8 @@ import yaml
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError
 from pipeline.files import atomic_write_json, atomic_write_text
+
+log = logging.getLogger(__name__)
 
 LATEST = "latest"
 
@@ -78,12 +81,8 @@ class Run:
         return self.folder / f"{stage}.json"
 
 
-def open_run(config: RunConfig, runs_root: Path, fingerprint: dict[str, Any]) -> Run:
-    """Return the run of `config`, made if it is new, with its configuration and fingerprint written.
-
-    The same configuration always gives the same folder, so opening a run again is how it is resumed. A run resumed in
-    another environment keeps the fingerprint of the earlier one.
-    """
+def made_run(config: RunConfig, runs_root: Path) -> Run:
+    """Return the run of `config` with its folder, and nothing written into it. Raises ConfigError."""
     run = Run(runs_root / config.run_id(), config)
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +90,16 @@ def open_run(config: RunConfig, runs_root: Path, fingerprint: dict[str, Any]) ->
         raise ConfigError(
             "a file stands where the run's folder should be", where=str(run.folder), fix="Move it."
         ) from None
+    return run
+
+
+def open_run(config: RunConfig, runs_root: Path, fingerprint: dict[str, Any]) -> Run:
+    """Return the run of `config`, made if it is new, with its configuration and fingerprint written.
+
+    The same configuration always gives the same folder, so opening a run again is how it is resumed. A run resumed in
+    another environment keeps the fingerprint of the earlier one.
+    """
+    run = made_run(config, runs_root)
     atomic_write_text(run.config_path, _as_yaml(config))
     _keep_earlier_fingerprint(run, fingerprint)
     atomic_write_json(run.fingerprint_path, fingerprint)
@@ -160,6 +169,10 @@ def lock_run(run: Run) -> Iterator[None]:
         raise ConfigError(
             f"{who} is working on this run", where=run.id, fix="Wait for it or stop it, or use another name."
         ) from None
+    except (OSError, NotImplementedError) as error:
+        log.warning("%s: this file system refuses locks (%s); start no second process on this run", run.folder, error)
+        yield
+        return
     try:
         atomic_write_text(holder, f"process {os.getpid()} on {socket.gethostname()}\n")
         yield

@@ -49,6 +49,7 @@ case " $* " in
   echo "id-$n" > "$S/images/$tag"
   if [ -f "$S/always_new" ]; then echo "digest-$n"; else echo digest-same; fi > "$S/images/$tag.digest" ;;
 *" version "* | *" --version "*) echo 1.0 ;;
+*" info "*) echo io.containerd.snapshotter.v1 ;;
 *"{{.Id}}"* | *"{{.FromImageID}}"*) show "$S/images/$key" ;;
 *"{{.Digest}}"* | *"{{.FromImageDigest}}"*) show "$S/images/$key.digest" ;;
 *"{{.Size}}"*) show "$S/images/$key" > /dev/null; echo 1230000000 ;;

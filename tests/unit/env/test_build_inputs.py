@@ -135,6 +135,7 @@ def debian(monkeypatch: pytest.MonkeyPatch, fakes: FakeEngines) -> list[Path]:
         return out
 
     monkeypatch.setattr(builder, "make_base", make_base)
+    monkeypatch.setattr("env.base._index_targets", lambda: "http://h bookworm main Packages")
     return made
 
 
@@ -162,10 +163,12 @@ def test_a_host_with_mmdebstrap_makes_the_base_once_and_imports_it_by_its_conten
 
 
 def test_a_host_without_mmdebstrap_takes_the_registry_and_either_base_is_found_again(
-    checkout: Path, fakes: FakeEngines, debian: list[Path]
+    checkout: Path, fakes: FakeEngines, debian: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_debian = build_with(checkout, base="auto")
     assert built_image(checkout, caches_of(checkout), PODMAN) == on_debian
+    monkeypatch.setattr("env.base._index_targets", lambda: "http://h noble main Packages")
+    assert build_with(checkout, base="auto")["base"] == REGISTRY, "mmdebstrap alone does not make a Debian on Ubuntu"
     (fakes.bin / "mmdebstrap").unlink()
     on_registry = build_with(checkout, base="auto")
     assert on_registry["base"] == REGISTRY and on_registry["tag"] != on_debian["tag"]

@@ -46,7 +46,8 @@ def test_the_whole_command_of_a_run_without_a_network(root: Path) -> None:
     rootless = Engine(name="podman", why="", facts=HostFacts(rootless=True))
     assert _argv(root, rootless, named=["configs/quickstart.yaml"], gpus=True, environ=SECRETS) == [
         *("podman", "--events-backend=none", "run", "--rm", "--read-only", "--cap-drop=ALL"),
-        *("--security-opt=no-new-privileges", "--tmpfs=/tmp:rw,nosuid,nodev,mode=1777", "--shm-size=1073741824"),
+        *("--security-opt=no-new-privileges", "--security-opt=label=disable"),
+        *("--tmpfs=/tmp:rw,nosuid,nodev,mode=1777", "--shm-size=1073741824"),
         *(f"--user={os.getuid()}:{os.getgid()}", "--network=none", "--userns=keep-id", "--device=nvidia.com/gpu=all"),
         *(f"--volume={root}/.cache:/cache:rw", f"--volume={root}/runs:/runs:rw"),
         *(f"--volume={root}/configs/quickstart.yaml:/srv/dflash/configs/quickstart.yaml:ro", "image", "train"),

@@ -32,6 +32,7 @@ HARD_HOST = HostFacts(hybrid_cgroups=True, may_raise_limits=False, rootless=True
 NARROW = Engine(name="podman", why="", facts=HARD_HOST)
 """podman inside a container: mixed cgroups, no CAP_SYS_RESOURCE, not root."""
 SAFE = ["--rm", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+SAFE += ["--security-opt=label=disable"]
 SAFE += ["--tmpfs=/tmp:rw,nosuid,nodev,mode=1777"]
 
 

@@ -28,7 +28,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _choose(root: Path, wanted: str, engine: Engine | None, image: dict[str, Any] | None) -> Place:
-    return choose_place(wanted, root, caches_of(root), engine=lambda: engine, image=lambda *where: image)
+    return choose_place(wanted, root, caches_of(root), engine=lambda *name: engine, image=lambda *where: image)
 
 
 def _venv(root: Path) -> str:
@@ -77,6 +77,22 @@ def test_an_image_that_was_asked_for_and_is_not_there_is_an_error(root: Path, en
     assert str(caught.value).startswith(line)
 
 
+def test_an_image_that_was_built_with_another_engine_is_found(root: Path) -> None:
+    """invoke build --engine podman where docker works too."""
+    engines = {"": DOCKER, "docker": DOCKER, "podman": PODMAN}
+
+    def engine(name: str = "") -> Engine:
+        if name not in engines:
+            raise EnvError("is not installed")
+        return engines[name]
+
+    def image(root: Path, caches: Any, engine: Engine) -> dict[str, Any] | None:
+        return IMAGE if engine is PODMAN else None
+
+    place = choose_place("auto", root, caches_of(root), engine=engine, image=image)
+    assert (place.kind, place.engine) == ("image", PODMAN)
+
+
 def test_the_environment_that_was_asked_for_needs_no_look_at_engines(root: Path) -> None:
     def never(*where: Any) -> None:
         raise AssertionError("an engine was asked")
@@ -107,7 +123,7 @@ def fakes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEn
 
 def _run(root: Path, *arguments: str, said: list[str] | None = None, **how: Any) -> int:
     build(root, caches_of(root), PODMAN, base="registry", say=lambda line: None)
-    place = choose_place("image", root, caches_of(root), engine=lambda: PODMAN)
+    place = choose_place("image", root, caches_of(root), engine=lambda *name: PODMAN)
     say = (said if said is not None else []).append
     return run_there(place, arguments, ["-m", "x"], root=root, caches=caches_of(root), say=say, **how)
 

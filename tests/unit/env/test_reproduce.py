@@ -17,7 +17,7 @@ from env import build as builder
 from env.engines import Engine
 from env.errors import EnvError
 from env.reproduce import archive_digest, check_same_twice, first_archive_difference, first_difference
-from tests.engine_tools import BUILDAH, DOCKER, PODMAN, SAYS, FakeEngines, caches_of, make_checkout
+from tests.engine_tools import BUILDAH, DOCKER, PODMAN, SAYS, FakeEngines, caches_of, commit_all, git, make_checkout
 
 
 def _tree(root: Path) -> Path:
@@ -186,9 +186,21 @@ def test_two_builds_with_one_digest_pass_and_the_second_takes_nothing_of_the_fir
 ) -> None:
     said: list[str] = []
     assert _check(root, engine, said.append) == "digest-same"
-    assert said[-1] == "Built twice from nothing, one digest: digest-same"
+    assert said[-1] == "Built again from nothing, same digest: digest-same"
     assert ["--no-cache" in call for call in fakes.calls("build")] == [False, True]
     assert not list((fakes.state / "images").glob("*-first*"))
+
+
+def test_a_later_commit_that_changes_nothing_of_the_image_makes_no_difference(root: Path, fakes: FakeEngines) -> None:
+    """The tag is the content's: the first build may be of an earlier commit, which its label and image.json name."""
+    commit_all(root)
+    builder.build(root, caches_of(root), PODMAN, base="registry", say=lambda line: None)
+    (root / "README.md").write_text("another text")
+    commit_all(root)
+    assert _check(root, PODMAN) == "digest-same"
+    first, second = (json.loads((fakes.context(n) / "image.json").read_text()) for n in (1, 2))
+    assert first == second
+    assert first["commit"] != git(root, "rev-parse", "HEAD"), "the second build was of a later commit"
 
 
 def _mounts(fakes: FakeEngines, tag: str, a: Path, b: Path) -> None:
