@@ -13,15 +13,23 @@ from tests.image.conftest import Image
 pytestmark = [pytest.mark.image, pytest.mark.timeout(900)]
 
 
+COMPLAINT = re.compile(r"\b(warning:|error:|traceback\b|\w*Warning\b|WARNING|ERROR)")
+SHM_BYTES = {"first": 1 << 30, "second": 8 << 20}
+
+
 def test_the_second_container_on_the_same_cache_compiles_nothing(image: Image, shared_places: list[Mount]) -> None:
-    """tao-skill-bank PR 150; the stranger's uid, read-only root, no network."""
+    """tao-skill-bank PR 150; the stranger's uid, read-only root, no network.
+
+    The second one has 8 MiB of shared memory: the stages train without loader workers, so it is a warning only
+    (pytorch#5040).
+    """
     found = []
-    for number in (1, 2):
-        done = image.run(["smoke", "--json", f"/runs/smoke-{number}.json"], mounts=shared_places)
+    for number, shm_bytes in SHM_BYTES.items():
+        done = image.run(["smoke", "--json", f"/runs/{number}.json"], mounts=shared_places, shm_bytes=shm_bytes)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        complaint = re.compile(r"\b(warning:|error:|traceback\b|\w*Warning\b|WARNING|ERROR)")
-        assert not [line for line in (done.stdout + done.stderr).splitlines() if complaint.search(line)]
-        found.append(json.loads((shared_places[1].source / f"smoke-{number}.json").read_text()))
+        complaints = [line for line in (done.stdout + done.stderr).splitlines() if COMPLAINT.search(line)]
+        assert ["/dev/shm" in line for line in complaints] == [True] * (number == "second"), complaints
+        found.append(json.loads((shared_places[1].source / f"{number}.json").read_text()))
     cold, warm = (what["compiled"] for what in found)
     assert cold["new_files"] > 0 and cold["stages"]["cache"]["built"] > 0, "an empty cache, or the counts show nothing"
     assert warm == cold | {"new_files": 0, "stages": warm["stages"]}
