@@ -76,7 +76,7 @@ def test_a_tarball_is_built_without_version_control(tarball: Path, fakes: FakeEn
     (tarball / "env/__pycache__").mkdir()
     (tarball / "env/__pycache__/a.pyc").write_text("")
     manifest = build_with(tarball)
-    assert (manifest["commit"], manifest["dirty"]) == ("unknown", False)
+    assert (manifest["commit"], manifest["dirty"]) == ("unknown", None)
     assert "env/a.py" in modes_of(fakes.context(1)) and not list(fakes.context(1).rglob("__pycache__"))
 
 
