@@ -39,7 +39,7 @@ RUN --mount=type=secret,id=ca,target=/run/ca.crt \
     /opt/uv/bin/uv venv --quiet --no-project --python /usr/bin/python3 /opt/dflash; \
     /opt/uv/bin/uv pip sync --quiet --require-hashes --no-build --python /opt/dflash/bin/python \
         /tmp/locks/runtime.txt; \
-    rm -rf /opt/uv /tmp/locks /root/.cache /opt/dflash/.lock; \
+    rm -rf /opt/uv /tmp/locks ~/.cache /opt/dflash/.lock; \
     # Bytecode that is not checked against file times: those are rewritten for reproducible layers, and bytecode that
     # looks stale is compiled anew at every start, since the root is read-only. Files that are no valid Python (templates)
     # are passed over.

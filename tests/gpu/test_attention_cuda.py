@@ -23,10 +23,7 @@ from dflash.masks import MaskLayout
 from dflash.objective import Weighting, head_loss, make_rows
 from tests.drafters import random_drafter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @dataclass(frozen=True)

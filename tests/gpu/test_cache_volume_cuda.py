@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from env.cache_archive import export_key, import_archive
 from env.cache_volume import listed_files
 from tests.scenarios.test_cache_volume import FACTORS, KEY, start
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.timeout(600)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.gate_tools import checkpointed_training_ends
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def test_recomputation_on_autograds_thread_ends_and_compiles_nothing_after_the_warm_up() -> None:

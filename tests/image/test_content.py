@@ -54,9 +54,11 @@ def test_no_package_cache_certificate_or_index_address_stays_in_a_layer(image: I
     """uv#10047, teamster#5393: caches baked into layers; a proxy's certificate would be trusted by everyone."""
     script = """
 import hashlib, os
-for folder in ("/root/.cache", "/opt/uv", "/tmp/locks", "/var/lib/apt/lists/lock", "/run/ca.crt", "/run/packages.env"):
+home = os.path.expanduser("~root")
+left = (home + "/.cache", "/opt/uv", "/tmp/locks", "/var/lib/apt/lists/lock", "/run/ca.crt", "/run/packages.env")
+for folder in left:
     if os.path.exists(folder): print("left:", folder)
-for top in ("/etc/apt", "/root", "/etc/pip.conf", "/etc/uv"):
+for top in ("/etc/apt", home, "/etc/pip.conf", "/etc/uv"):
     for folder, _, files in os.walk(top):
         for name in files:
             path = os.path.join(folder, name)

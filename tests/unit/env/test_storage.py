@@ -39,7 +39,7 @@ def _caches(cache: str, runs: str = "/runs") -> CacheDirs:
 @pytest.mark.parametrize(
     "folder, point, fstype",
     [
-        ("/work/.cache", "/", "ext4"),
+        ("/project/.cache", "/", "ext4"),
         ("/home/a/dflash/.cache", "/home", "nfs4"),
         ("/homestead", "/", "ext4"),  # a prefix of the text is no prefix of the path
         ("/home", "/home", "nfs4"),
@@ -68,7 +68,7 @@ def test_a_cache_on_a_network_file_system_is_a_warning_and_runs_there_are_fine(c
         and f"is on {fstype}, mounted at {cache[: -len('/cache')].removesuffix('/a')}" in finding.what
     )
     assert finding.fix == "Set DFLASH_CACHE to a folder on a disk of this machine."
-    assert check_file_systems(_caches("/work/cache", runs="/home/a/runs"), MOUNTS, in_image=False) == []
+    assert check_file_systems(_caches("/project/cache", runs="/home/a/runs"), MOUNTS, in_image=False) == []
 
 
 def test_a_cache_in_memory_is_a_warning_with_its_size() -> None:

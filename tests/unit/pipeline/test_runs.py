@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 from pipeline.config import load_config
@@ -136,3 +138,22 @@ def test_a_failed_write_leaves_the_old_file_and_no_leftovers(tmp_path: Path) -> 
 def test_sha256_is_that_of_the_content(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     assert sha256_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_file_system_without_locks_is_a_warning_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ENOLCK of a network file system: nothing keeps a second process away, and that is said."""
+    run = open_run(CONFIG, tmp_path, {})
+
+    def refuse(self: filelock.FileLock, *arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with lock_run(run):
+        pass
+    assert caplog.text == ""
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    went_on = False
+    with lock_run(run):
+        went_on = True
+    assert went_on and "refuses locks" in caplog.text and "start no second process" in caplog.text
