@@ -28,6 +28,12 @@ RANDOM_RUNS = 3
 DEADLINE_SECONDS = {"forced": 90.0, "random": 120.0}
 ROOT = Path(__file__).resolve().parents[2]
 _RESULT = "LAB-RESULT "
+_CHILD = """
+import faulthandler, runpy, sys
+faulthandler.dump_traceback_later(float(sys.argv.pop(1)), exit=True)
+runpy.run_module("dflash.compile.lab", run_name="__main__", alter_sys=True)
+"""
+"""The child's program: its clock runs before anything of torch is imported, or a hang in there would leave no stacks."""
 _BOOKS = threading.Lock()
 
 
@@ -55,7 +61,8 @@ class CaseResult:
 
 def run_once(name: str, gated: bool, device: str, seed: int, deadline: float, result: CaseResult) -> None:
     """Run a case in a child process and add what happened to `result`; safe to call from several threads."""
-    command = [sys.executable, "-m", "dflash.compile.lab", "--child", name, "--device", device, "--seed", str(seed)]
+    command = [sys.executable, "-c", _CHILD, str(deadline)]
+    command += ["--child", name, "--device", device, "--seed", str(seed)]
     command += ["--gated"] if gated else []
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dflash-race-") as folder:
@@ -66,7 +73,7 @@ def run_once(name: str, gated: bool, device: str, seed: int, deadline: float, re
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         child = subprocess.Popen(
-            [*command, "--deadline", str(deadline)],
+            command,
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -201,7 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="end after this time whatever happens")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--gated", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--deadline", type=float, default=90.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         return _child(options)
@@ -242,10 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _child(options: argparse.Namespace) -> int:
-    """Run one case here; on the deadline dump every thread's stack and end."""
+    """Run one case here, in a process that _CHILD began and whose deadline it set."""
     import faulthandler
 
-    faulthandler.dump_traceback_later(options.deadline, exit=True)
     from dflash.compile.lab_cases import run_case
 
     outcome = run_case(options.child, options.gated, options.device, options.seed)
