@@ -14,41 +14,56 @@ import torch
 from torch import Tensor
 
 from dflash.attention import build_mask
-from dflash.masks import MaskLayout
+from dflash.head import block_embeddings, head_logits
+from dflash.masks import layer_layout
 from dflash.model import DFlashDraftModel
 
 
-def layer_masks(drafter: DFlashDraftModel, anchors_bN: Tensor, context_len: int, implementation: str) -> list[Any]:
-    """Return the training mask of each draft layer; layers of one kind share it."""
-    config = drafter.config
-    made: dict[int | None, Any] = {}
-    for layer in range(config.num_hidden_layers):
-        window = config.layer_window(layer)
-        if window not in made:
-            layout = MaskLayout(context_len, config.block_size, window, config.is_causal)
-            made[window] = build_mask(anchors_bN, layout, implementation)
-    return [made[config.layer_window(layer)] for layer in range(config.num_hidden_layers)]
+def layer_masks(
+    drafter: DFlashDraftModel,
+    anchors_bN: Tensor,
+    context_len: int,
+    implementation: str,
+    starts_bN: Tensor | None = None,
+) -> list[Any]:
+    """Return the training mask of each draft layer; layers of one kind share it. starts_bN as in masks.py."""
+    layouts = [layer_layout(drafter.config, layer, context_len) for layer in range(drafter.config.num_hidden_layers)]
+    made = {layout: build_mask(anchors_bN, layout, implementation, starts_bN) for layout in set(layouts)}
+    return [made[layout] for layout in layouts]
 
 
 @torch.no_grad()
 def drafted_at(
-    drafter: DFlashDraftModel, features_1TC: Tensor, tokens_T: Tensor, anchors_N: Tensor, embed: Any, head: Any
+    drafter: DFlashDraftModel,
+    features_1TC: Tensor,
+    tokens_T: Tensor,
+    anchors_N: Tensor,
+    embedding_VD: Tensor,
+    head_VD: Tensor,
 ) -> Tensor:
-    """Return the drafted token ids (N, B - 1) at each anchor, by the training mask in one forward."""
+    """Return the drafted token ids (N, B - 1) at each anchor, by the training mask in one forward.
+
+    embedding_VD, head_VD   the target's raw embedding table and head
+    """
     config = drafter.config
     N, B = len(anchors_N), config.block_size
     noise_NB = torch.full((N, B), config.mask_token_id, device=tokens_T.device)
     noise_NB[:, 0] = tokens_T[anchors_N]
     positions = (anchors_N[:, None] + torch.arange(B, device=anchors_N.device)).reshape(1, N * B)
     masks = layer_masks(drafter, anchors_N[None], features_1TC.shape[1], "sdpa")
-    embeddings = embed(noise_NB.reshape(1, N * B)) * config.input_embedding_scale
+    embeddings = block_embeddings(noise_NB.reshape(1, N * B), embedding_VD, config)
     states = drafter(features_1TC, embeddings, positions, masks, "sdpa")
-    return head(states.view(N, B, -1)[:, 1:]).argmax(-1)
+    return head_logits(states.view(N, B, -1)[:, 1:], head_VD, config).argmax(-1)
 
 
 @torch.no_grad()
 def chained_walk(
-    drafter: DFlashDraftModel, features_1TC: Tensor, tokens: Sequence[int], prompt_len: int, embed: Any, head: Any
+    drafter: DFlashDraftModel,
+    features_1TC: Tensor,
+    tokens: Sequence[int],
+    prompt_len: int,
+    embedding_VD: Tensor,
+    head_VD: Tensor,
 ) -> list[int]:
     """Return the accepted count of each verification that speculative decoding of `tokens` would make.
 
@@ -59,7 +74,7 @@ def chained_walk(
     anchors_N = torch.arange(prompt_len, len(tokens) - 1, device=tokens_T.device)
     if not len(anchors_N):
         return []
-    drafted = drafted_at(drafter, features_1TC[:, : len(tokens)], tokens_T, anchors_N, embed, head).tolist()
+    drafted = drafted_at(drafter, features_1TC[:, : len(tokens)], tokens_T, anchors_N, embedding_VD, head_VD).tolist()
     counts: list[int] = []
     anchor = prompt_len
     while anchor < len(tokens) - 1:

@@ -31,9 +31,12 @@ def choose_attention(name: str, device: torch.device) -> str:
     return name
 
 
-def build_mask(anchors_bN: Tensor, layout: MaskLayout, implementation: str) -> Tensor | BlockMask:
-    """Return the training mask in the form that `implementation` takes."""
-    return flex_mask(anchors_bN, layout) if implementation == "flex" else dense_mask(anchors_bN, layout)
+def build_mask(
+    anchors_bN: Tensor, layout: MaskLayout, implementation: str, starts_bN: Tensor | None = None
+) -> Tensor | BlockMask:
+    """Return the training mask in the form that `implementation` takes; starts_bN as in masks.py."""
+    make = flex_mask if implementation == "flex" else dense_mask
+    return make(anchors_bN, layout, starts_bN)
 
 
 def block_attention(q_bHQh: Tensor, k_bGTh: Tensor, v_bGTh: Tensor, mask: AttentionMask, implementation: str) -> Tensor:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.config import DrafterConfig
+from dflash.config_json import from_json, to_json
 from dflash.errors import DFlashError
 from dflash.model import DFlashDraftModel
 
@@ -39,7 +40,7 @@ def save_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Tens
     temporary.mkdir(parents=True)
     tensors = {name: t.detach().to("cpu", dtype).contiguous().clone() for name, t in weights.items()}
     save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-    (temporary / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+    (temporary / CONFIG).write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
@@ -67,7 +68,7 @@ def load_drafter(
     except (ValueError, SafetensorError) as error:
         raise DFlashError(f"cannot be read ({error})", where=str(folder), fix="Export the drafter again.") from None
     try:
-        config = DrafterConfig.from_json(data)
+        config = from_json(data)
     except DFlashError as error:
         raise DFlashError(error.what, where=f"{path}: {error.where}", fix=error.fix) from None
     model = DFlashDraftModel(config)

@@ -1,35 +1,20 @@
-"""The drafter's configuration, and its form in config.json (z-lab's vocabulary, which vLLM and SGLang read).
+"""The drafter's configuration: everything that decides its numbers (its form in config.json: config_json.py).
 
-Source of the keys: the published z-lab drafters; arXiv 2602.06036 for what they mean.
+Source of the names: the published z-lab drafters; arXiv 2602.06036 for what they mean.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dflash.errors import DFlashError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_INNER_KEYS = {
-    "mask_token_id",
-    "mask_token",
-    "target_layer_ids",
-    "num_target_layers",
-    "block_size",
-    "causal",
-    "input_embedding_scale",
-}
-"""What dflash_config may hold for a plain drafter; anything else would change numbers that we do not compute."""
-
-PLAIN: dict[str, Any] = {
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
-    "use_swa": False,
-    "sample_from_anchor": False,
-    "shift_label": False,
-}
-"""Keys of dflash_config that other projects write, with the only value this implementation computes."""
+WINDOW_READINGS = ("slot", "anchor")
+"""How a sliding layer's window W hangs: "slot", position(query) - position(key) < W in the context and in the block
+(z-lab, SpecForge, Model-Optimizer, Automodel, vLLM); "anchor", every slot sees the context from anchor - W on, and its
+whole block (speculators)."""
 
 
 def spread_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -70,12 +55,20 @@ class DrafterConfig:
     layer_types: tuple[str, ...] = ()
     """One per draft layer; empty means all full_attention."""
     sliding_window: int | None = None
-    is_causal: bool = False
-    """True: a slot attends to itself and earlier slots of its block only. Written out, never inferred."""
+    is_causal: bool | None = False
+    """True: a slot attends to itself and earlier slots of its block only. None: in sliding layers only, which is how
+    z-lab's code, vLLM and SGLang run a drafter whose config.json does not say."""
+    window_reading: str = "slot"
+    """One of WINDOW_READINGS; "anchor" only to go on with a drafter that was trained so."""
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960
     attention_bias: bool = False
     input_embedding_scale: float = 1.0
+    """Factor on rows of the target's raw embedding table (Gemma scales inside its module, Granite by a multiplier)."""
+    output_multiplier: float = 1.0
+    """Factor on the logits, before the softcap."""
+    final_logit_softcapping: float | None = None
+    """Logits become c * tanh(logits / c), as the target's do."""
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -108,6 +101,18 @@ class DrafterConfig:
             "sliding_window",
             "is given, and no layer is sliding_attention",
         )
+        self._require(
+            SLIDING in self.layer_types or self.is_causal is not None,
+            "is_causal",
+            "is left to the layers' kinds, and none is sliding_attention",
+        )
+        self._require(
+            self.window_reading in WINDOW_READINGS,
+            "window_reading",
+            f"{self.window_reading!r} is not one of {', '.join(WINDOW_READINGS)}",
+        )
+        cap = self.final_logit_softcapping
+        self._require(cap is None or cap > 0, "final_logit_softcapping", f"{cap} is not above 0")
         ids = self.target_layer_ids
         self._require(bool(ids), "target_layer_ids", "is empty")
         self._require(len(set(ids)) == len(ids), "target_layer_ids", f"{list(ids)} names a layer twice")
@@ -135,6 +140,10 @@ class DrafterConfig:
     def layer_window(self, layer: int) -> int | None:
         """Return the window W of one draft layer, or None for a full one."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def layer_causal(self, layer: int) -> bool:
+        """Return whether one draft layer's slots see only themselves and earlier slots of their block."""
+        return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
 
     @classmethod
     def for_target(
@@ -170,139 +179,6 @@ class DrafterConfig:
             target_layer_ids=tuple(target_layer_ids),
         )
         return cls(**(values | changes))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return config.json's content. block_size and theta are written in both places that readers look at."""
-        values = asdict(self)
-        ids, mask = list(values.pop("target_layer_ids")), values.pop("mask_token_id")
-        scale = values.pop("input_embedding_scale")
-        causal = values["is_causal"]
-        values["layer_types"] = list(self.layer_types)
-        return {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            **values,
-            "dflash_config": {
-                "mask_token_id": mask,
-                "target_layer_ids": ids,
-                "block_size": self.block_size,
-                "causal": causal,
-                "input_embedding_scale": scale,
-            },
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "use_sliding_window": SLIDING in self.layer_types,
-            "max_window_layers": self.num_hidden_layers,
-            "hidden_act": "silu",
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> DrafterConfig:
-        """Return the configuration that a config.json of z-lab's layout describes.
-
-        Raises DFlashError for a missing key, and for a setting that this implementation would not honour.
-        """
-        inner = data.get("dflash_config") or {}
-        kind = (data.get("architectures") or ["none"])[0]
-        if kind != "DFlashDraftModel":
-            raise DFlashError(
-                f"architecture {kind} is not a DFlash drafter", where="architectures", fix="Expected DFlashDraftModel."
-            )
-        block_sizes = {v for v in (data.get("block_size"), inner.get("block_size")) if v is not None}
-        causals = {v for v in (data.get("is_causal"), inner.get("causal")) if v is not None}
-        for name, found in (("block_size", block_sizes), ("is_causal", causals)):
-            if len(found) > 1:
-                raise DFlashError(
-                    f"is given twice with different values {sorted(found)}", where=name, fix="Keep the true one."
-                )
-        if not block_sizes:
-            raise DFlashError("is missing", where="block_size", fix="The drafter's export must name it.")
-        unknown = inner.keys() - _INNER_KEYS - PLAIN.keys()
-        if unknown:
-            raise DFlashError(
-                "is not supported",
-                where=f"dflash_config.{min(unknown)}",
-                fix="Successors of DFlash need their own code.",
-            )
-        for key in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
-            # vLLM reads these before dflash_config's, so a file that has them may mean other layers than it says.
-            if data.get(key) is not None:
-                raise DFlashError("stands at the top level", where=key, fix="Name the taps in dflash_config only.")
-        refused = {"rope_scaling": None, "hidden_act": "silu", "attention_dropout": 0.0}
-        for key, only in refused.items():
-            if data.get(key, only) not in (only, None):
-                raise DFlashError(f"{data[key]!r} is not supported", where=key, fix=f"Only {only!r} is.")
-        rope_type = (data.get("rope_parameters") or {}).get("rope_type", "default")
-        if rope_type != "default":
-            raise DFlashError(
-                f"{rope_type!r} is not supported", where="rope_parameters.rope_type", fix="Only 'default' is."
-            )
-        for key, plain in PLAIN.items():
-            if inner.get(key, plain) not in (plain, None):
-                raise DFlashError(
-                    f"{inner[key]!r} is not supported", where=f"dflash_config.{key}", fix=f"Only {plain!r} is."
-                )
-        kind_of_layers = tuple(data.get("layer_types") or ())
-        if data.get("use_sliding_window") and SLIDING not in kind_of_layers:
-            raise DFlashError("names no sliding layer", where="layer_types", fix="Or set use_sliding_window to false.")
-        if SLIDING in kind_of_layers and data.get("use_sliding_window") is False:
-            raise DFlashError(
-                "is false, and layer_types has sliding layers", where="use_sliding_window", fix="Keep the true one."
-            )
-        if not causals and SLIDING in kind_of_layers:
-            raise DFlashError(
-                "is missing, and projects disagree on what a sliding layer then means",
-                where="is_causal",
-                fix="Write it into the config.",
-            )
-        values: dict[str, Any] = {
-            "block_size": block_sizes.pop(),
-            "is_causal": bool(causals.pop()) if causals else False,
-        }
-        for key in ("mask_token_id", "target_layer_ids"):
-            if inner.get(key) is None:
-                raise DFlashError("is missing", where=f"dflash_config.{key}", fix="The drafter's export must name it.")
-            values[key] = inner[key]
-        values["target_layer_ids"] = tuple(values["target_layer_ids"])
-        values["layer_types"] = kind_of_layers
-        values["rope_theta"] = read_rope_theta(data)
-        values["input_embedding_scale"] = inner.get("input_embedding_scale", 1.0)
-        values["dtype"] = data.get("dtype") or data.get("torch_dtype") or "float32"
-        required = (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-            "num_target_layers",
-        )
-        for key in required:
-            value = inner.get(key) if data.get(key) is None else data[key]  # num_target_layers stands in either
-            if value is None:
-                raise DFlashError("is missing", where=key, fix="The drafter's config.json must name it.")
-            values[key] = value
-        for key in (*required, "block_size", "mask_token_id"):
-            if type(values[key]) is not int:
-                raise DFlashError(f"{values[key]!r} is not a whole number", where=key, fix="Mend config.json.")
-        optional = (
-            "rms_norm_eps",
-            "max_position_embeddings",
-            "attention_bias",
-            "initializer_range",
-            "sliding_window",
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-        )
-        values |= {key: data[key] for key in optional if data.get(key) is not None}
-        if SLIDING not in kind_of_layers:  # Qwen2-style configs carry a window that no layer uses
-            values.pop("sliding_window", None)
-        return cls(**values)
 
 
 def read_rope_theta(data: dict[str, Any]) -> float:

@@ -6,7 +6,7 @@ drafted token becomes context only with the target features it got when it was v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from dflash.masks import MaskLayout, dense_mask
+from dflash.head import block_embeddings, head_logits
+from dflash.masks import dense_mask, layer_layout
 from dflash.model import DFlashDraftModel, KeyValues
 from dflash.taps import FeatureTaps
 
@@ -79,16 +80,13 @@ def _decode_masks(drafter: DFlashDraftModel, context_len: int, device: torch.dev
     anchor = torch.full((1, 1), context_len, device=device)
     masks: list[Tensor | None] = []
     for layer in range(config.num_hidden_layers):
-        window = config.layer_window(layer)
-        layout = MaskLayout(context_len, config.block_size, window, config.is_causal)
-        masks.append(dense_mask(anchor, layout) if window or config.is_causal else None)
+        layout = layer_layout(config, layer, context_len)
+        masks.append(dense_mask(anchor, layout) if layout.window or layout.causal else None)
     return masks
 
 
 @torch.no_grad()
-def draft_states(
-    drafter: DFlashDraftModel, context: DraftContext, anchor_token: int, embed: Callable[[Tensor], Tensor]
-) -> Tensor:
+def draft_states(drafter: DFlashDraftModel, context: DraftContext, anchor_token: int, embedding_VD: Tensor) -> Tensor:
     """Return the drafter's states (1, B, D) of the block whose anchor is the next token after the context."""
     config = drafter.config
     device = context.key_values[0][0].device
@@ -97,7 +95,7 @@ def draft_states(
     positions = torch.arange(context.length, context.length + config.block_size, device=device)[None]
     masks = _decode_masks(drafter, context.length, device)
     return drafter.draft(
-        (embed(ids) * config.input_embedding_scale).to(drafter.fc.weight.dtype),
+        block_embeddings(ids, embedding_VD, config).to(drafter.fc.weight.dtype),
         positions,
         context.key_values,
         masks,
@@ -117,7 +115,7 @@ def speculative_decode(
     if max_new_tokens < 1:
         return Decoded()
     device = next(target.parameters()).device
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    embedding_VD, head_VD = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     cache, result, context = DynamicCache(), Decoded(), DraftContext(drafter)
     dtype = drafter.fc.weight.dtype
     with FeatureTaps(target, drafter.config.target_layer_ids) as taps:
@@ -130,8 +128,8 @@ def speculative_decode(
         context.extend(taps.features().to(dtype))
         result.tokens.append(int(out.logits[0, -1].argmax()))
         while len(result.tokens) < max_new_tokens and result.tokens[-1] not in eos_ids:
-            states = draft_states(drafter, context, result.tokens[-1], embed)
-            drafted = head(states[0, 1:].to(head.weight.dtype)).argmax(-1).tolist()
+            states = draft_states(drafter, context, result.tokens[-1], embedding_VD)
+            drafted = head_logits(states[0, 1:], head_VD, drafter.config).argmax(-1).tolist()
             block = [result.tokens[-1], *drafted]
             logits = target(
                 input_ids=torch.tensor([block], device=device), past_key_values=cache, use_cache=True

@@ -4,8 +4,12 @@ Query axis: the N blocks of B slots one after another. Key axis: the S context t
 Slot i of the block at anchor a stands at position a + i. Legend: b batch, N anchors, B block size, S context, Q = N*B.
 
     allow(q, k) = same_block(q, k) [and k's slot <= q's slot, if causal]
-                  or (k is context and k < a)             strictly: at decode the anchor has no target features yet
-    and, in a sliding layer, position(q) - position(k) < W (and > -W inside the block)
+                  or (k is context and s <= k < a)        strictly: at decode the anchor has no target features yet
+    and, in a sliding layer, position(q) - position(k) < W (and > -W inside the block); read as "anchor"
+    (config.WINDOW_READINGS) instead a - k <= W in the context, and no limit inside the block
+
+s is where the anchor's document starts in the row: 0, or later in a packed row. Anchors and s count from the row's
+first token; positions of RoPE count from the document's, which changes no difference of two positions of one document.
 
 An empty place has anchor 0 and therefore no context; every slot sees at least itself, so no row is empty (a dense
 softmax over an empty row is NaN: Automodel#2826).
@@ -19,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dflash.config import DrafterConfig
+
 FLEX_TILE = 128
 
 
@@ -30,37 +36,53 @@ class MaskLayout:
     block_size: int
     window: int | None = None
     causal: bool = False
+    window_reading: str = "slot"
 
 
-def allowed(anchor: Tensor, query: Tensor, key: Tensor, layout: MaskLayout) -> Tensor:
-    """Return the predicate for query and key indices (int tensors that broadcast) and each query's own anchor."""
+def layer_layout(config: DrafterConfig, layer: int, context_len: int) -> MaskLayout:
+    """Return the layout of one draft layer."""
+    return MaskLayout(
+        context_len, config.block_size, config.layer_window(layer), config.layer_causal(layer), config.window_reading
+    )
+
+
+def allowed(anchor: Tensor, start: Tensor | int, query: Tensor, key: Tensor, layout: MaskLayout) -> Tensor:
+    """Return the predicate for query and key indices (int tensors that broadcast), each query's own anchor, and the
+    first token of the anchor's document."""
     S, B = layout.context_len, layout.block_size
     query_slot, key_slot = query % B, (key - S) % B
-    in_context = (key < S) & (key < anchor)
+    in_context = (key < S) & (key < anchor) & (key >= start)
     in_block = (key >= S) & ((key - S) // B == query // B)
     if layout.causal:
         in_block = in_block & (key_slot <= query_slot)
-    if layout.window is not None:
+    if layout.window is not None and layout.window_reading == "slot":
         in_context = in_context & (anchor + query_slot - key < layout.window)
         in_block = in_block & ((query_slot - key_slot).abs() < layout.window)
+    elif layout.window is not None:
+        in_context = in_context & (anchor - key <= layout.window)
     return in_context | in_block
 
 
-def dense_mask(anchors_bN: Tensor, layout: MaskLayout) -> Tensor:
-    """Return the mask as bool (b, 1, Q, S + Q); True attends. The head axis is 1 and broadcasts."""
+def dense_mask(anchors_bN: Tensor, layout: MaskLayout, starts_bN: Tensor | None = None) -> Tensor:
+    """Return the mask as bool (b, 1, Q, S + Q); True attends. The head axis is 1 and broadcasts.
+
+    starts_bN   the first token of each anchor's document in its row (None: all 0)
+    """
     num_queries = anchors_bN.shape[1] * layout.block_size
     device = anchors_bN.device
     query = torch.arange(num_queries, device=device)[:, None]
     key = torch.arange(layout.context_len + num_queries, device=device)[None, :]
     anchor_bQ1 = anchors_bN.repeat_interleave(layout.block_size, dim=1)[:, :, None]
-    return allowed(anchor_bQ1, query, key, layout)[:, None]
+    start = 0 if starts_bN is None else starts_bN.repeat_interleave(layout.block_size, dim=1)[:, :, None]
+    return allowed(anchor_bQ1, start, query, key, layout)[:, None]
 
 
-def flex_mask(anchors_bN: Tensor, layout: MaskLayout) -> BlockMask:
+def flex_mask(anchors_bN: Tensor, layout: MaskLayout, starts_bN: Tensor | None = None) -> BlockMask:
     """Return the mask as a BlockMask of 128 x 128 tiles, from the anchors alone.
 
-    The tiles follow from the smallest and largest anchor of 128 queries, so nothing of size Q x (S + Q) is made
-    (torch's own builder evaluates every pair: 7 GB at Q = 24,576, speculators#731) and nothing needs compiling.
+    The tiles follow from the smallest and largest anchor (and document start) of 128 queries, so nothing of size
+    Q x (S + Q) is made (torch's own builder evaluates every pair: 7 GB at Q = 24,576, speculators#731) and nothing
+    needs compiling.
     """
     B, S, tile = layout.block_size, layout.context_len, FLEX_TILE
     num_anchors = anchors_bN.shape[1]
@@ -80,22 +102,31 @@ def flex_mask(anchors_bN: Tensor, layout: MaskLayout) -> BlockMask:
     key_high = (key_low + tile - 1).clamp(max=num_keys - 1)
     some = (key_low < high_br1) & (key_low < S)
     full = (key_high < low_br1) & (key_high < S)
+    if starts_bN is not None:
+        starts_brm = starts_bN[:, member]
+        some = some & (key_high >= starts_brm.amin(-1)[..., None])
+        full = full & (key_low >= starts_brm.amax(-1)[..., None])
     if layout.window is not None:
-        some = some & (low_br1 - key_high.clamp(max=S - 1) < layout.window)
-        full = full & (high_br1 + B - 1 - key_low < layout.window)
+        # How far back the furthest and the nearest slot of an anchor see, by either reading of the window.
+        reach, all_reach = (W := layout.window), W - B + 1
+        if layout.window_reading == "anchor":
+            reach, all_reach = W + 1, W + 1
+        some = some & (low_br1 - key_high.clamp(max=S - 1) < reach)
+        full = full & (high_br1 - key_low < all_reach)
     block_low, block_high = S + first_block * B, S + (last_block + 1) * B - 1
     some = some | ((key_low <= block_high[:, None]) & (key_high >= block_low[:, None]))
     # A last, partly filled tile must be evaluated pair by pair, or padding would count.
     whole = (torch.arange(num_rows, device=device) + 1) * tile <= num_queries
     full = full & whole[:, None]
     partial = some & ~full
-    padded_bN = anchors_bN
+    padded_bN, document_bN = anchors_bN, starts_bN
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # flex pads queries to whole tiles and evaluates the mask there too: clamp, or the look-up leaves the
         # tensor (SpecForge#501).
         block = (q // B).clamp(max=num_anchors - 1)
-        return allowed(padded_bN[b, block], q, k, layout)
+        start = 0 if document_bN is None else document_bN[b, block]
+        return allowed(padded_bN[b, block], start, q, k, layout)
 
     def order(tiles: Tensor) -> tuple[Tensor, Tensor]:
         counts = tiles.sum(-1, dtype=torch.int32)[:, None]

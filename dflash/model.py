@@ -176,8 +176,11 @@ class DFlashDraftModel(nn.Module):
         positions_bQ: Tensor,
         masks: Sequence[AttentionMask],
         implementation: str,
+        context_positions_bT: Tensor | None = None,
     ) -> Tensor:
-        """Return the states (b, Q, D) of all blocks of a sequence; the context stands at positions 0..T-1."""
-        positions_1T = torch.arange(features_bTC.shape[1], device=features_bTC.device)[None]
-        context = self.context_key_values(features_bTC, positions_1T)
+        """Return the states (b, Q, D) of all blocks of a row; without context_positions_bT it is one document, whose
+        tokens stand at positions 0..T-1."""
+        if context_positions_bT is None:
+            context_positions_bT = torch.arange(features_bTC.shape[1], device=features_bTC.device)[None]
+        context = self.context_key_values(features_bTC, context_positions_bT)
         return self.draft(embeddings_bQD, positions_bQ, context, masks, implementation)

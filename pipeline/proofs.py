@@ -16,6 +16,7 @@ from dflash.acceptance import chained_walk, layer_masks, pooled_tau
 from dflash.checkpoint import load_drafter
 from dflash.compile import CompileGate
 from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode
+from dflash.head import block_embeddings
 from dflash.model import DFlashDraftModel
 from dflash.taps import extract_features
 from pipeline.batches import BatchPlan, Collator, MicroBatch
@@ -102,8 +103,7 @@ def dense_step(
     model = DFlashDraftModel(replica.drafter).to(replica.device)
     model.load_state_dict(replica.model.state_dict())
     model.to(dtype)
-    embeddings = F.embedding(batch.noise_bQ, replica.borrowed.embedding_VD).to(dtype)
-    embeddings = embeddings * replica.drafter.input_embedding_scale
+    embeddings = block_embeddings(batch.noise_bQ, replica.borrowed.embedding_VD.to(dtype), replica.drafter)
     masks = layer_masks(model, batch.anchors_bN, features_bSC.shape[1], attention)
     states = model(features_bSC.to(dtype), embeddings, batch.positions_bQ, masks, attention)
     rows, K = batch.rows, replica.drafter.block_size
@@ -194,8 +194,8 @@ def chained_tau(found: DecodedSet, drafter: DFlashDraftModel, target: Any) -> fl
                 features,
                 [*prompt, *plain],
                 len(prompt),
-                target.get_input_embeddings(),
-                target.get_output_embeddings(),
+                target.get_input_embeddings().weight,
+                target.get_output_embeddings().weight,
             )
         )
         for prompt, plain, features in zip(found.prompts, found.plain, found.features, strict=True)
@@ -206,7 +206,7 @@ def chained_tau(found: DecodedSet, drafter: DFlashDraftModel, target: Any) -> fl
 @torch.no_grad()
 def train_equals_decode(found: DecodedSet, drafter: DFlashDraftModel, target: Any) -> Gate:
     """At every anchor of a held-out text, the training mask and the decode loop's cache give the same states."""
-    embed, config = target.get_input_embeddings(), drafter.config
+    embedding_VD, config = target.get_input_embeddings().weight, drafter.config
     worst, anchors = 0.0, 0
     texts = [t for t in zip(found.prompts, found.plain, found.features, strict=True) if len(t[1]) > 1]
     for prompt, plain, features in texts[:2]:
@@ -217,7 +217,7 @@ def train_equals_decode(found: DecodedSet, drafter: DFlashDraftModel, target: An
         positions = anchors_N[:, None] + torch.arange(config.block_size, device=features.device)
         masks = layer_masks(drafter, anchors_N[None], features.shape[1], "sdpa")
         trained = drafter(
-            features, embed(noise.view(1, -1)) * config.input_embedding_scale, positions.view(1, -1), masks, "sdpa"
+            features, block_embeddings(noise.view(1, -1), embedding_VD, config), positions.view(1, -1), masks, "sdpa"
         )
         trained = trained.view(len(anchors_N), config.block_size, -1)
         context = DraftContext(drafter)
@@ -225,7 +225,7 @@ def train_equals_decode(found: DecodedSet, drafter: DFlashDraftModel, target: An
         for row, anchor in enumerate(anchors_N.tolist()):
             if context.length < anchor:
                 context.extend(features[:, context.length : anchor])
-            decoded = draft_states(drafter, context, int(tokens[anchor]), embed)
+            decoded = draft_states(drafter, context, int(tokens[anchor]), embedding_VD)
             worst = max(worst, relative_difference(decoded[0], trained[row]))
             anchors += 1
     detail = f"states at {anchors} anchors of held-out text, float32"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dflash.acceptance import layer_masks
 from dflash.attention import choose_attention
@@ -18,6 +17,7 @@ from dflash.checkpoint import load_drafter
 from dflash.compile import CompileGate
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
+from dflash.head import block_embeddings
 from dflash.model import DFlashDraftModel
 from dflash.objective import Weighting, default_gamma, head_loss
 from pipeline.batches import Collator, MicroBatch
@@ -104,7 +104,7 @@ class Replica:
 
     def states(self, batch: MicroBatch, features_bSC: Tensor) -> Tensor:
         """Return the compiled body's states (b, Q, D) of a micro-batch on this device."""
-        embeddings = F.embedding(batch.noise_bQ, self.borrowed.embedding_VD) * self.drafter.input_embedding_scale
+        embeddings = block_embeddings(batch.noise_bQ, self.borrowed.embedding_VD, self.drafter)
         masks = layer_masks(self.model, batch.anchors_bN, features_bSC.shape[1], self.attention)
         return self.body(features_bSC, embeddings, batch.positions_bQ, masks)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from dflash.checkpoint import save_drafter
 from dflash.compile import CompileGate, CompileMiss, GateAborted
 from dflash.compile.counters import disk_counts
-from dflash.config import FULL, SLIDING
+from dflash.config import SLIDING
+from dflash.config_json import to_json
 from pipeline.batches import BatchPlan, Collator, MicroBatch, StepBatch
 from pipeline.cache import CachedData, load_cached
 from pipeline.checkpoints import check_contract, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
@@ -103,7 +104,7 @@ class Trainer:
         return {
             "target": self.data.target.identity,
             "answers": self.data.answers_key,
-            "drafter": {k: v for k, v in d.to_json().items() if k != "dtype"},
+            "drafter": {k: v for k, v in to_json(d).items() if k != "dtype"},
             "train": self.config.train.model_dump(mode="json", exclude=UNBOUND),
             "buckets": list(self.config.data.buckets),
             "seed": self.config.seed,
@@ -293,8 +294,8 @@ class Trainer:
 
     def export(self) -> None:
         """Write the drafter in the dtype it was trained in: the working weights, bit for bit."""
-        causal, kinds = self.data.drafter.is_causal, set(self.data.drafter.layer_types)
-        if (causal and FULL in kinds) or (not causal and SLIDING in kinds):
+        drafter = self.data.drafter
+        if any(drafter.layer_causal(i) != (kind == SLIDING) for i, kind in enumerate(drafter.layer_types)):
             self._say("train: SGLang runs full layers bidirectionally and sliding ones causally; this one differs.")
         weights = dict(self.replicas[0].model.named_parameters())
         save_drafter(self.run.drafter_dir, self.data.drafter, weights, self.replicas[0].dtype)

@@ -33,7 +33,7 @@ import faulthandler, runpy, sys
 faulthandler.dump_traceback_later(float(sys.argv.pop(1)), exit=True)
 runpy.run_module("dflash.compile.lab", run_name="__main__", alter_sys=True)
 """
-"""The child's program: its clock runs before anything of torch is imported, or a hang in there would leave no stacks."""
+"""The child's program: its clock starts before torch is imported, or a hang in there would leave no stacks."""
 _BOOKS = threading.Lock()
 
 

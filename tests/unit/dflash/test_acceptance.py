@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dflash.acceptance import chained_walk, drafted_at, pooled_tau
 from dflash.anchors import build_blocks, eligible_anchors
@@ -29,7 +30,8 @@ class _Setting:
 
     def __init__(self) -> None:
         self.target: Any = tiny_model()
-        self.embed, self.head = self.target.get_input_embeddings(), self.target.get_output_embeddings()
+        self.embed = self.target.get_input_embeddings().weight.detach()
+        self.head = self.target.get_output_embeddings().weight.detach()
         self.answers = [greedy_decode(self.target, p, max_new_tokens=NUM_TOKENS, eos_ids=()) for p in PROMPTS]
 
     def features(self, tokens: list[int]) -> Tensor:
@@ -49,7 +51,7 @@ def setting() -> _Setting:
 def trained(setting: _Setting) -> DFlashDraftModel:
     """Return a drafter trained for 90 steps on the target's own answers: partly right."""
     drafter = DFlashDraftModel(drafter_config(block_size=5))
-    head_VD = setting.head.weight.detach()
+    head_VD = setting.head
     drafter.initialise(0, head_VD)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=6e-3, weight_decay=0.0)
     samples = []
@@ -59,7 +61,7 @@ def trained(setting: _Setting) -> DFlashDraftModel:
         anchors = eligible_anchors(supervised.numpy())
         settings: dict[str, Any] = {"num_anchors": len(anchors), "block_size": 5, "mask_token_id": MASK_ID}
         blocks = build_blocks(tokens.numpy(), supervised.numpy(), anchors, **settings)
-        noise = setting.embed(torch.from_numpy(blocks.noise_NK)).detach().flatten(0, 1)[None]
+        noise = F.embedding(torch.from_numpy(blocks.noise_NK), setting.embed).flatten(0, 1)[None]
         positions = (torch.from_numpy(anchors)[:, None] + torch.arange(5)).reshape(1, -1)
         rows = make_rows(torch.from_numpy(blocks.labels_NK), torch.from_numpy(blocks.valid_NK), 1000)
         samples.append((setting.features(tokens.tolist()), noise, positions, anchors.tolist(), rows))
@@ -138,7 +140,7 @@ def test_an_answer_that_ends_with_eos_has_the_same_walk(setting: _Setting, train
 
 def test_known_acceptances_are_counted_and_the_last_is_cut_at_the_text(setting: _Setting) -> None:
     prompt, answer = PROMPTS[0], setting.answers[0]
-    head = setting.head.weight
+    head = setting.head
     wrong = [len(prompt) + index for index in (3, 4, 12)]
     drafter = OracleDrafter(drafter_config(block_size=8), [*prompt, *answer], head, wrong)
     # anchors 0, 3, 4, 12, 20: the last block has four known tokens after its anchor
@@ -169,7 +171,7 @@ def test_drafts_of_all_anchors_at_once_are_those_of_decoding_one_by_one(
         for anchor, row in zip(anchors.tolist(), drafted.tolist(), strict=True):
             context.extend(features[:, context.length : anchor])
             states = draft_states(trained, context, tokens[anchor], setting.embed)
-            assert setting.head(states[0, 1:]).argmax(-1).tolist() == row
+            assert (states[0, 1:] @ setting.head.T).argmax(-1).tolist() == row
 
 
 def test_pooled_tau_by_hand() -> None:

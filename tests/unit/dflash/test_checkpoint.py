@@ -151,15 +151,6 @@ def test_a_missing_mask_id_is_refused(folder: Path) -> None:
     assert "dflash_config.mask_token_id: is missing" in _refusal(folder)
 
 
-def test_a_sliding_drafter_without_is_causal_is_refused(tmp_path: Path) -> None:
-    """vllm#40898: six readers, six meanings."""
-    drafter = random_drafter(layer_types=("sliding_attention", "full_attention"), sliding_window=8)
-    save_drafter(tmp_path / "out", drafter.config, dict(drafter.named_parameters()), torch.float32)
-    assert load_drafter(tmp_path / "out").config.layer_types == ("sliding_attention", "full_attention")
-    _edit_config(tmp_path / "out", lambda data: (data.pop("is_causal"), data["dflash_config"].pop("causal")))
-    assert "is_causal: is missing" in _refusal(tmp_path / "out")
-
-
 def test_a_file_in_the_published_layout_is_read(tmp_path: Path) -> None:
     """The keys of z-lab's Qwen3 drafters, at tiny sizes (speculators#616: people need to import these files)."""
     drafter = random_drafter()

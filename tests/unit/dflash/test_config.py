@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from dflash.config import DrafterConfig, read_rope_theta, spread_layer_ids
+from dflash.config import SLIDING, DrafterConfig, read_rope_theta, spread_layer_ids
+from dflash.config_json import from_json, to_json
 from dflash.errors import DFlashError
 from tests.drafters import drafter_config
 
@@ -48,7 +49,7 @@ def test_a_target_with_too_few_layers_for_the_taps_is_refused(num_target_layers:
 def test_taps_are_counted_apart_from_draft_layers() -> None:
     config = drafter_config(num_hidden_layers=3, target_layer_ids=(0, 2))
     assert config.feature_size == 2 * 64
-    assert DrafterConfig.from_json(config.to_json()).target_layer_ids == (0, 2)
+    assert from_json(to_json(config)).target_layer_ids == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +91,11 @@ def test_only_sliding_layers_have_a_window() -> None:
 )
 def test_json_gives_back_the_same_configuration(changes: dict[str, Any]) -> None:
     config = drafter_config(**changes)
-    assert DrafterConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
 
 def test_json_has_every_value_in_all_places_that_engines_read() -> None:
-    data = drafter_config(rope_theta=5e5, block_size=8, **SLIDING_LAYERS).to_json()
+    data = to_json(drafter_config(rope_theta=5e5, block_size=8, **SLIDING_LAYERS))
     inner = data["dflash_config"]
     assert data["architectures"] == ["DFlashDraftModel"]
     assert (data["block_size"], inner["block_size"]) == (8, 8)
@@ -107,80 +108,82 @@ def test_json_has_every_value_in_all_places_that_engines_read() -> None:
 @pytest.mark.parametrize("place", ["top", "inner"])
 def test_block_size_is_read_from_either_place(place: str) -> None:
     """Older files have it at the top, Qwen3.5 and later inside dflash_config."""
-    data = drafter_config(block_size=6).to_json()
+    data = to_json(drafter_config(block_size=6))
     del (data["dflash_config"] if place == "top" else data)["block_size"]
-    assert DrafterConfig.from_json(data).block_size == 6
+    assert from_json(data).block_size == 6
 
 
 def test_two_block_sizes_or_two_causalities_are_refused() -> None:
-    data = drafter_config().to_json()
+    data = to_json(drafter_config())
     for outer, inner in (("block_size", "block_size"), ("is_causal", "causal")):
         changed = data | {"dflash_config": data["dflash_config"] | {inner: 16}}
         with pytest.raises(DFlashError, match="different values") as caught:
-            DrafterConfig.from_json(changed)
+            from_json(changed)
         assert caught.value.where == outer
 
 
 @pytest.mark.parametrize("key", ["mask_token_id", "target_layer_ids"])
 def test_a_missing_key_of_dflash_config_is_refused(key: str) -> None:
     """A mask id that is not read leaves the drafter with another embedding (SpecForge#604); ids have no default."""
-    data = drafter_config().to_json()
+    data = to_json(drafter_config())
     del data["dflash_config"][key]
     with pytest.raises(DFlashError, match="missing") as caught:
-        DrafterConfig.from_json(data)
+        from_json(data)
     assert caught.value.where == f"dflash_config.{key}"
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "head_dim", "vocab_size", "num_target_layers", "num_hidden_layers"])
 def test_a_missing_size_is_refused(key: str) -> None:
-    data = drafter_config().to_json()
+    data = to_json(drafter_config())
     del data[key]
     with pytest.raises(DFlashError, match="missing") as caught:
-        DrafterConfig.from_json(data)
+        from_json(data)
     assert caught.value.where == key
 
 
 @pytest.mark.parametrize("value", ["64", 64.0, True, [64]])
 def test_a_size_that_is_not_a_whole_number_is_refused(value: object) -> None:
     with pytest.raises(DFlashError, match="is not a whole number") as caught:
-        DrafterConfig.from_json(drafter_config().to_json() | {"hidden_size": value})
+        from_json(to_json(drafter_config()) | {"hidden_size": value})
     assert caught.value.where == "hidden_size"
 
 
 def test_a_missing_block_size_is_refused() -> None:
-    data = drafter_config().to_json()
+    data = to_json(drafter_config())
     del data["block_size"], data["dflash_config"]["block_size"]
     with pytest.raises(DFlashError, match="block_size: is missing"):
-        DrafterConfig.from_json(data)
+        from_json(data)
 
 
 def test_theta_is_read_where_transformers_5_puts_it() -> None:
     """A reader of the flat key alone takes 1e4 for 1e6 (Model-Optimizer#2221)."""
-    data = drafter_config(rope_theta=1e6).to_json()
+    data = to_json(drafter_config(rope_theta=1e6))
     del data["rope_theta"]
-    assert DrafterConfig.from_json(data).rope_theta == 1e6
+    assert from_json(data).rope_theta == 1e6
     assert read_rope_theta({"rope_theta": 1e6}) == 1e6
     assert read_rope_theta({"rope_theta": 1e6, "rope_parameters": None}) == 1e6
 
 
 def test_no_theta_or_two_thetas_are_refused() -> None:
-    data = drafter_config(rope_theta=1e6).to_json()
+    data = to_json(drafter_config(rope_theta=1e6))
     with pytest.raises(DFlashError, match=r"is 10000.0 and in rope_parameters 1000000.0"):
-        DrafterConfig.from_json(data | {"rope_theta": 10000.0})
+        from_json(data | {"rope_theta": 10000.0})
     with pytest.raises(DFlashError, match="rope_theta: is missing"):
-        DrafterConfig.from_json(data | {"rope_theta": None, "rope_parameters": {"rope_type": "default"}})
+        from_json(data | {"rope_theta": None, "rope_parameters": {"rope_type": "default"}})
 
 
-def test_a_sliding_drafter_that_does_not_say_whether_it_is_causal_is_refused() -> None:
-    """Six projects read such a file in different ways, and acceptance falls in silence (vllm#40898)."""
-    data = drafter_config(**SLIDING_LAYERS).to_json()
-    del data["is_causal"], data["dflash_config"]["causal"]
-    with pytest.raises(DFlashError, match="projects disagree") as caught:
-        DrafterConfig.from_json(data)
-    assert caught.value.where == "is_causal"
-    full = drafter_config().to_json()
+def test_a_sliding_drafter_that_does_not_say_whether_it_is_causal_is_causal_there_only() -> None:
+    """How z-lab's code, SpecForge, vLLM and SGLang run it (anatomy 1.6); our export then leaves the key out too."""
+    data = to_json(drafter_config(**SLIDING_LAYERS))
+    assert (data.pop("is_causal"), data["dflash_config"].pop("causal")) == (False, False)
+    config = from_json(data)
+    assert config.is_causal is None
+    assert [config.layer_causal(i) for i in range(2)] == [kind == SLIDING for kind in config.layer_types]
+    again = to_json(config)
+    assert "is_causal" not in again and "causal" not in again["dflash_config"]
+    full = to_json(drafter_config())
     del full["is_causal"], full["dflash_config"]["causal"]
-    assert DrafterConfig.from_json(full).is_causal is False
+    assert from_json(full).is_causal is False
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,6 @@ def test_a_sliding_drafter_that_does_not_say_whether_it_is_causal_is_refused() -
         ({"attention_dropout": 0.1}, {}, "attention_dropout"),
         ({"use_sliding_window": True, "layer_types": None}, {}, "layer_types"),
         ({}, {"use_swa": True}, "dflash_config.use_swa"),
-        ({}, {"final_logit_softcapping": 30.0}, "dflash_config.final_logit_softcapping"),
         ({}, {"sample_from_anchor": True}, "dflash_config.sample_from_anchor"),
         ({}, {"conv_kernel_size": 2}, "dflash_config.conv_kernel_size"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, {}, "eagle_aux_hidden_state_layer_ids"),
@@ -201,25 +203,25 @@ def test_a_sliding_drafter_that_does_not_say_whether_it_is_causal_is_refused() -
 )
 def test_a_setting_that_would_be_ignored_is_refused(outer: dict[str, Any], inner: dict[str, Any], where: str) -> None:
     """A sliding drafter run as a full one accepts nothing past its window (vllm#40898)."""
-    data = drafter_config().to_json()
+    data = to_json(drafter_config())
     with pytest.raises(DFlashError) as caught:
-        DrafterConfig.from_json(data | outer | {"dflash_config": data["dflash_config"] | inner})
+        from_json(data | outer | {"dflash_config": data["dflash_config"] | inner})
     assert caught.value.where == where
 
 
 def test_sliding_layers_that_are_switched_off_are_refused() -> None:
-    data = drafter_config(**SLIDING_LAYERS).to_json()
-    DrafterConfig.from_json(data)
+    data = to_json(drafter_config(**SLIDING_LAYERS))
+    from_json(data)
     with pytest.raises(DFlashError, match="use_sliding_window: is false, and layer_types has sliding layers"):
-        DrafterConfig.from_json(data | {"use_sliding_window": False})
+        from_json(data | {"use_sliding_window": False})
 
 
 def test_a_setting_of_another_project_at_its_plain_value_is_read() -> None:
     """Exporters write use_swa: false and the like for plain drafters."""
     config = drafter_config()
-    data = config.to_json()
+    data = to_json(config)
     data["dflash_config"] |= {"use_swa": False, "sample_from_anchor": False, "final_logit_softcapping": None}
-    assert DrafterConfig.from_json(data) == config
+    assert from_json(data) == config
 
 
 @pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig, Qwen2Config])

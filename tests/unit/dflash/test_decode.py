@@ -228,7 +228,7 @@ def _train_and_decode(dtype: torch.dtype, changes: dict[str, Any], shift: int = 
         context, decoding = DraftContext(drafter), []
         for anchor in anchors:
             context.extend(features[:, context.length : anchor])
-            decoding.append(head(draft_states(drafter, context, tokens[anchor], embed)))
+            decoding.append(head(draft_states(drafter, context, tokens[anchor], embed.weight)))
     return training, torch.cat(decoding)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash.masks import FLEX_TILE, MaskLayout, dense_mask, flex_mask
+from dflash.masks import FLEX_TILE, MaskLayout, dense_mask, flex_mask, layer_layout
+from tests.drafters import drafter_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,11 +18,13 @@ KINDS: list[dict[str, Any]] = [
     {"causal": True},
     {"window": 3},
     {"window": 6, "causal": True},
+    {"window": 3, "window_reading": "anchor"},
+    {"window": 3, "window_reading": "anchor", "causal": True},
 ]
 
 
-def _by_the_sentence(anchors: list[int], layout: MaskLayout) -> list[list[bool]]:
-    """The predicate in words: positions, blocks and slots, no index arithmetic shared with the code."""
+def _by_the_sentence(anchors: list[int], layout: MaskLayout, documents: list[int] | None = None) -> list[list[bool]]:
+    """The predicate in words: positions, blocks, slots and documents, no index arithmetic shared with the code."""
     keys = [("context", p, -1, -1) for p in range(layout.context_len)]
     block_slots = [
         ("block", anchor + slot, number, slot)
@@ -35,10 +38,13 @@ def _by_the_sentence(anchors: list[int], layout: MaskLayout) -> list[list[bool]]
         for kind, key_position, key_number, key_slot in keys:
             if kind == "context":
                 sees = key_position < anchors[number]
+                sees = sees and (documents is None or documents[key_position] == documents[anchors[number]])
             else:
                 sees = key_number == number and (not layout.causal or key_slot <= slot)
-            if layout.window is not None:
+            if layout.window is not None and layout.window_reading == "slot":
                 sees = sees and abs(position - key_position) < layout.window
+            elif layout.window is not None and kind == "context":
+                sees = sees and key_position >= anchors[number] - layout.window
             row.append(sees)
         table.append(row)
     return table
@@ -55,21 +61,60 @@ def test_the_dense_mask_is_what_the_sentence_says(kind: dict[str, Any]) -> None:
         assert row == _by_the_sentence(places, layout)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_row_shows_a_block_its_own_document_only(kind: dict[str, Any]) -> None:
+    """speculators lets blocks near a document's end reach into the next one (anatomy 2.8)."""
+    documents, starts = [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2], {0: 0, 1: 3, 2: 8}
+    anchors = [1, 3, 6, 9]
+    layout = MaskLayout(context_len=12, block_size=4, **kind)
+    starts_bN = torch.tensor([[starts[documents[a]] for a in anchors]])
+    mask = dense_mask(torch.tensor([anchors]), layout, starts_bN)
+    assert mask[0, 0].tolist() == _by_the_sentence(anchors, layout, documents)
+    assert not torch.equal(mask, dense_mask(torch.tensor([anchors]), layout)), "without the starts nothing is hidden"
+
+
+WINDOW_TABLE: dict[str, tuple[bool, str, list[list[int]]]] = {
+    # reader: (causal, window_reading, what each of 4 slots of anchor 6 sees with W = 4; 8.. are the block's slots)
+    "z-lab, SpecForge, SGLang, vLLM": (True, "slot", [[3, 4, 5, 8], [4, 5, 8, 9], [5, 8, 9, 10], [8, 9, 10, 11]]),
+    "Model-Optimizer, Automodel": (
+        False,
+        "slot",
+        [[3, 4, 5, 8, 9, 10, 11], [4, 5, 8, 9, 10, 11], [5, 8, 9, 10, 11], [8, 9, 10, 11]],
+    ),
+    "speculators": (
+        True,
+        "anchor",
+        [[2, 3, 4, 5, 8], [2, 3, 4, 5, 8, 9], [2, 3, 4, 5, 8, 9, 10], [2, 3, 4, 5, *range(8, 12)]],
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", WINDOW_TABLE)
+def test_the_window_table_of_the_projects(reader: str) -> None:
+    """Anatomy 1.6 and 6.31 (vllm#40898): what a sliding layer sees by each project's reading, written out by hand.
+
+    Ours is the first: W keys end at the slot's own position, in the context and in the block, and the layer is causal
+    unless the config says otherwise.
+    """
+    causal, reading, seen = WINDOW_TABLE[reader]
+    layout = MaskLayout(8, 4, window=4, causal=causal, window_reading=reading)
+    mask = dense_mask(torch.tensor([[6]]), layout)[0, 0]
+    assert [row.nonzero()[:, 0].tolist() for row in mask] == seen
+
+
+def test_a_layers_layout_follows_the_config() -> None:
+    sliding = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 7}
+    mixed = drafter_config(**sliding, is_causal=None)
+    assert [layer_layout(mixed, i, 9) for i in (0, 1)] == [MaskLayout(9, 4, 7, True), MaskLayout(9, 4, None, False)]
+    both = drafter_config(**sliding, is_causal=True, window_reading="anchor")
+    assert layer_layout(both, 0, 9) == MaskLayout(9, 4, 7, True, "anchor")
+    assert layer_layout(both, 1, 9).causal
+
+
 def test_the_anchors_own_feature_is_not_seen() -> None:
     """At decode the target has not run on the anchor yet: strictly before (SpecForge#470)."""
     mask = dense_mask(torch.tensor([[5]]), MaskLayout(context_len=8, block_size=4))
     assert mask[0, 0, :, :8].tolist() == [[True] * 5 + [False] * 3] * 4
-
-
-def test_a_window_counts_from_the_slot_and_includes_itself() -> None:
-    """W keys end at the slot's own position: slot i of anchor a sees context from a + i - (W - 1)."""
-    mask = dense_mask(torch.tensor([[6]]), MaskLayout(context_len=8, block_size=4, window=4, causal=True))
-    assert [row.nonzero()[:, 0].tolist() for row in mask[0, 0]] == [
-        [3, 4, 5, 8],
-        [4, 5, 8, 9],
-        [5, 8, 9, 10],
-        [8, 9, 10, 11],
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,27 +165,40 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", [{}, {"causal": True}, {"window": 50}, {"window": 200, "causal": True}])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"causal": True},
+        {"window": 50},
+        {"window": 200, "causal": True},
+        {"window": 150, "window_reading": "anchor"},
+    ],
+)
 @pytest.mark.parametrize(("context_len", "num_anchors", "block_size", "num_empty"), SHAPES)
 def test_flex_tiles_and_pairs_agree_with_the_dense_mask(
     context_len: int, num_anchors: int, block_size: int, num_empty: int, kind: dict[str, Any]
 ) -> None:
     anchors = torch.stack([_random_places(context_len, num_anchors, num_empty, seed) for seed in (0, 1)])
     _compare(anchors, MaskLayout(context_len, block_size, **kind))
+    borders = torch.arange(0, context_len, 90)  # documents of 90 tokens
+    starts = borders[torch.searchsorted(borders, anchors, right=True) - 1]
+    _compare(anchors, MaskLayout(context_len, block_size, **kind), starts)
 
 
+@pytest.mark.parametrize("reading", ["slot", "anchor"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flex_tiles_are_right_wherever_the_edge_of_a_window_falls(causal: bool) -> None:
+def test_flex_tiles_are_right_wherever_the_edge_of_a_window_falls(causal: bool, reading: str) -> None:
     """One row of tiles moves over the context in steps of 12, past every edge of a tile and of the window."""
-    layout = MaskLayout(context_len=600, block_size=16, window=400, causal=causal)
+    layout = MaskLayout(context_len=600, block_size=16, window=400, causal=causal, window_reading=reading)
     for first in range(2, 590, 12):
         _compare(torch.arange(first, first + 8)[None], layout)
 
 
-def _compare(anchors: Tensor, layout: MaskLayout) -> None:
+def _compare(anchors: Tensor, layout: MaskLayout, starts: Tensor | None = None) -> None:
     """Compare each sample's tiles and pairs with the dense mask."""
-    dense = dense_mask(anchors, layout)
-    flex = flex_mask(anchors, layout)
+    dense = dense_mask(anchors, layout, starts)
+    flex = flex_mask(anchors, layout, starts)
     num_queries, num_keys = dense.shape[2:]
     assert flex.seq_lengths == (num_queries, num_keys)
     pairs = flex.mask_mod(
@@ -161,7 +219,7 @@ def _compare(anchors: Tensor, layout: MaskLayout) -> None:
         assert not (full & ~every).any(), "a tile that flex does not check holds a forbidden pair"
         whole = torch.arange(1, len(some) + 1)[:, None] * FLEX_TILE <= num_queries
         assert not (full & ~whole).any(), "queries of padding would be computed without the mask"
-        if layout.window is None and not layout.causal:  # the tiles are exact where there is no window and no causality
+        if layout.window is None and not layout.causal and starts is None:  # the tiles are exact there
             assert torch.equal(partial | full, some)
             assert torch.equal(full, every & whole)
 

@@ -1,0 +1,169 @@
+"""A drafter's configuration as config.json, in z-lab's vocabulary, which vLLM and SGLang read.
+
+Strict: what would change numbers that we do not compute is refused, whatever project wrote it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from dflash.config import SLIDING, DrafterConfig, read_rope_theta
+from dflash.errors import DFlashError
+
+_INNER_KEYS = {
+    "mask_token_id",
+    "mask_token",
+    "target_layer_ids",
+    "num_target_layers",
+    "block_size",
+    "causal",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "window_reading",
+}
+"""What dflash_config may hold for a plain drafter; anything else would change numbers that we do not compute."""
+
+_LOGIT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+PLAIN: dict[str, Any] = {
+    "use_swa": False,
+    "sample_from_anchor": False,
+    "shift_label": False,
+}
+"""Keys of dflash_config that other projects write, with the only value this implementation computes."""
+
+
+def to_json(config: DrafterConfig) -> dict[str, Any]:
+    """Return config.json's content. block_size, theta and causality are written in both places that readers look at.
+
+    is_causal None is written in neither: vLLM takes a value it finds there for all layers.
+    """
+    values = asdict(config)
+    ids, mask = list(values.pop("target_layer_ids")), values.pop("mask_token_id")
+    logits = {key: values.pop(key) for key in _LOGIT_KEYS}
+    reading, causal = values.pop("window_reading"), values["is_causal"]
+    if causal is None:
+        del values["is_causal"]
+    values["layer_types"] = list(config.layer_types)
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **values,
+        "dflash_config": {
+            "mask_token_id": mask,
+            "target_layer_ids": ids,
+            "block_size": config.block_size,
+            **({} if causal is None else {"causal": causal}),
+            **({} if reading == "slot" else {"window_reading": reading}),
+            **logits,
+        },
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "use_sliding_window": SLIDING in config.layer_types,
+        "max_window_layers": config.num_hidden_layers,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
+
+
+def from_json(data: dict[str, Any]) -> DrafterConfig:
+    """Return the configuration that a config.json of z-lab's layout describes.
+
+    Raises DFlashError for a missing key, and for a setting that this implementation would not honour.
+    """
+    inner = data.get("dflash_config") or {}
+    kind = (data.get("architectures") or ["none"])[0]
+    if kind != "DFlashDraftModel":
+        raise DFlashError(
+            f"architecture {kind} is not a DFlash drafter", where="architectures", fix="Expected DFlashDraftModel."
+        )
+    block_sizes = {v for v in (data.get("block_size"), inner.get("block_size")) if v is not None}
+    causals = {v for v in (data.get("is_causal"), inner.get("causal")) if v is not None}
+    for name, found in (("block_size", block_sizes), ("is_causal", causals)):
+        if len(found) > 1:
+            raise DFlashError(
+                f"is given twice with different values {sorted(found)}", where=name, fix="Keep the true one."
+            )
+    if not block_sizes:
+        raise DFlashError("is missing", where="block_size", fix="The drafter's export must name it.")
+    unknown = inner.keys() - _INNER_KEYS - PLAIN.keys()
+    if unknown:
+        raise DFlashError(
+            "is not supported",
+            where=f"dflash_config.{min(unknown)}",
+            fix="Successors of DFlash need their own code.",
+        )
+    for key in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
+        # vLLM reads these before dflash_config's, so a file that has them may mean other layers than it says.
+        if data.get(key) is not None:
+            raise DFlashError("stands at the top level", where=key, fix="Name the taps in dflash_config only.")
+    refused = {"rope_scaling": None, "hidden_act": "silu", "attention_dropout": 0.0}
+    for key, only in refused.items():
+        if data.get(key, only) not in (only, None):
+            raise DFlashError(f"{data[key]!r} is not supported", where=key, fix=f"Only {only!r} is.")
+    rope_type = (data.get("rope_parameters") or {}).get("rope_type", "default")
+    if rope_type != "default":
+        raise DFlashError(
+            f"{rope_type!r} is not supported", where="rope_parameters.rope_type", fix="Only 'default' is."
+        )
+    for key, plain in PLAIN.items():
+        if inner.get(key, plain) not in (plain, None):
+            raise DFlashError(
+                f"{inner[key]!r} is not supported", where=f"dflash_config.{key}", fix=f"Only {plain!r} is."
+            )
+    kind_of_layers = tuple(data.get("layer_types") or ())
+    if data.get("use_sliding_window") and SLIDING not in kind_of_layers:
+        raise DFlashError("names no sliding layer", where="layer_types", fix="Or set use_sliding_window to false.")
+    if SLIDING in kind_of_layers and data.get("use_sliding_window") is False:
+        raise DFlashError(
+            "is false, and layer_types has sliding layers", where="use_sliding_window", fix="Keep the true one."
+        )
+    values: dict[str, Any] = {
+        "block_size": block_sizes.pop(),
+        "is_causal": bool(causals.pop()) if causals else (None if SLIDING in kind_of_layers else False),
+    }
+    for key in ("mask_token_id", "target_layer_ids"):
+        if inner.get(key) is None:
+            raise DFlashError("is missing", where=f"dflash_config.{key}", fix="The drafter's export must name it.")
+        values[key] = inner[key]
+    values["target_layer_ids"] = tuple(values["target_layer_ids"])
+    values["layer_types"] = kind_of_layers
+    values["rope_theta"] = read_rope_theta(data)
+    values |= {key: inner[key] for key in (*_LOGIT_KEYS, "window_reading") if inner.get(key) is not None}
+    values["dtype"] = data.get("dtype") or data.get("torch_dtype") or "float32"
+    required = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "num_target_layers",
+    )
+    for key in required:
+        value = inner.get(key) if data.get(key) is None else data[key]  # num_target_layers stands in either
+        if value is None:
+            raise DFlashError("is missing", where=key, fix="The drafter's config.json must name it.")
+        values[key] = value
+    for key in (*required, "block_size", "mask_token_id"):
+        if type(values[key]) is not int:
+            raise DFlashError(f"{values[key]!r} is not a whole number", where=key, fix="Mend config.json.")
+    optional = (
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "attention_bias",
+        "initializer_range",
+        "sliding_window",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
+    values |= {key: data[key] for key in optional if data.get(key) is not None}
+    if SLIDING not in kind_of_layers:  # Qwen2-style configs carry a window that no layer uses
+        values.pop("sliding_window", None)
+    return DrafterConfig(**values)
