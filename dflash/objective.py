@@ -1,7 +1,8 @@
-"""The training objective: weighted cross-entropy of supervised slots through the target's frozen head.
+"""The training objective: weighted loss of supervised slots through the target's frozen head.
 
 Returned as numerator and denominator, so that micro-batches, worker threads and ranks add both and divide once: the
-gradient does not depend on how a batch was cut.
+gradient does not depend on how a batch was cut. The denominator is sum(m * w) for every weighting and every kind of
+label, so a learning rate keeps its meaning.
 
 Legend: R supervised rows (slots), D width, V vocabulary, M blocks, K block size.
 Sources: static decay, arXiv 2602.06036 equation 4; D-PACE, arXiv 2605.18810.
@@ -17,8 +18,14 @@ import torch
 from torch import Tensor
 
 from dflash.errors import DFlashError
+from dflash.soft_labels import Teacher, divergence_
 
 PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that softmax and sums run in: float64 stays, everything narrower becomes float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def default_gamma(block_size: int) -> float:
@@ -39,16 +46,19 @@ class Weighting:
             raise DFlashError(f"{self.kind!r} is neither decay nor dpace", where="loss", fix="Use one of them.")
 
     def slot_weights(self, loss_MK: Tensor, valid_MK: Tensor) -> Tensor:
-        """Return w * m as float32 (M, K): zero at slot 0 and wherever a slot is not supervised. Detached.
+        """Return w * m (M, K), float64 for float64 losses, else float32: zero at slot 0 and wherever a slot is not
+        supervised. Detached.
 
         D-PACE: q = exp(-CE), s = (1-alpha) q + alpha (1 where unsupervised), C_i = prod_{t<=i} s_t,
-        w_i = sum_{t>=i} m_t C_t: a slot counts by how many accepted tokens hang on it.
+        w_i = sum_{t>=i} m_t C_t: a slot counts by how many accepted tokens hang on it. loss_MK is the cross-entropy
+        of the hard label, also where soft labels are trained: q is how sure the drafter is of the token that comes.
         """
-        valid = valid_MK.float()
+        dtype = at_least_float32(loss_MK.dtype)
+        valid = valid_MK.to(dtype)
         if self.kind == "decay":
-            slot = torch.arange(loss_MK.shape[1], device=loss_MK.device, dtype=torch.float32)
+            slot = torch.arange(loss_MK.shape[1], device=loss_MK.device, dtype=dtype)
             return valid * torch.exp(-(slot - 1) / self.gamma)
-        confidence = (1 - self.alpha) * torch.exp(-loss_MK.detach()) + self.alpha
+        confidence = (1 - self.alpha) * torch.exp(-loss_MK.detach().to(dtype)) + self.alpha
         reach = torch.where(valid_MK, confidence, 1.0).cumprod(dim=1)
         return (valid * reach).flip(1).cumsum(1).flip(1) * valid
 
@@ -97,10 +107,11 @@ def make_rows(labels_MK: Tensor, valid_MK: Tensor, chunk_rows: int) -> Rows:
 class LossSums:
     """Sums over rows or blocks; add them over micro-batches and workers before dividing.
 
-    numerator has a gradient. All slot_ sums are (K,): slot_correct and slot_count are top-1 hits and supervised rows;
-    slot_accepted and slot_reached the same where every earlier slot of the block was a hit, so that their ratio is the
-    conditional accuracy that decides acceptance. accepted sums, over blocks with a supervised slot, the leading run of
-    hits; blocks counts them.
+    numerator is of the loss that is trained, mixed where labels are soft, and has a gradient; denominator is the sum of
+    m * w. The rest is about hard labels. All slot_ sums are (K,): slot_correct and slot_count are top-1 hits and
+    supervised rows; slot_accepted and slot_reached the same where every earlier slot of the block was a hit, so that
+    their ratio is the conditional accuracy that decides acceptance. accepted sums, over blocks with a supervised slot,
+    the leading run of hits; blocks counts them.
     """
 
     numerator: Tensor
@@ -113,75 +124,153 @@ class LossSums:
     blocks: Tensor
 
     def vector(self) -> Tensor:
-        """Return all sums as one detached float32 vector (4 + 4K), so that one copy brings them to the host."""
+        """Return all sums as one detached vector (4 + 4K), so that one copy brings them to the host."""
         scalars = torch.stack([self.numerator.detach(), self.denominator, self.accepted, self.blocks])
         return torch.cat([scalars, self.slot_correct, self.slot_count, self.slot_accepted, self.slot_reached])
 
 
+@dataclass(frozen=True)
+class _Objective:
+    """A loss without its states: what `head_loss` was given, checked."""
+
+    head_VD: Tensor
+    rows: Rows
+    weighting: Weighting
+    softcap: float | None
+    multiplier: float
+    soft_weight: float
+    teacher: Teacher | None
+
+    def chunk(self, hidden_RD: Tensor, first: int, end: int, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the numerator for the rows of one chunk and their sums (4 + 4K).
+
+        A function of its own, so that a chunk's logits are gone before the next one's are made. Works in place.
+        """
+        places = (self.rows.block_R[first:end], self.rows.slot_R[first:end])
+        label_R = self.rows.label_R[first:end]
+        row_R = torch.arange(end - first, device=hidden_RD.device)
+        logits_RV = _wide_logits(hidden_RD[first:end], self.head_VD, self.multiplier, self.softcap)
+        tanh_RV = None if self.softcap is None else logits_RV / self.softcap
+        top_R1, best_R1 = logits_RV.max(-1, keepdim=True)
+        gold_R1 = logits_RV.sub_(top_R1).gather(1, label_R[:, None])
+        teacher_RV = divergence_R = None
+        if self.teacher is not None:
+            given = self.teacher
+            teacher_RV = _wide_logits(given.state_RD[first:end], self.head_VD, given.multiplier, given.softcap)
+            divergence_R = divergence_(teacher_RV, logits_RV)
+        total_R1 = logits_RV.exp_().sum(-1, keepdim=True)
+        loss_R = entropy_R = (total_R1.log() - gold_R1)[:, 0]
+        if divergence_R is not None:
+            loss_R = (1 - self.soft_weight) * entropy_R + self.soft_weight * divergence_R
+
+        shape = (num_blocks, self.rows.block_size)
+        entropy_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R)
+        valid_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R.new_ones(()))
+        weight_R = self.weighting.slot_weights(entropy_MK, valid_MK.bool())[places]
+        hit_MK = entropy_R.new_zeros(shape).index_put(places, (best_R1[:, 0] == label_R).to(entropy_R.dtype))
+
+        # From exp(logits) to weight * multiplier * (p - (1 - s) onehot - s p_teacher), then through the softcap.
+        scale_R1 = (weight_R * self.multiplier)[:, None]
+        logits_RV.mul_(scale_R1 / total_R1)
+        logits_RV[row_R, label_R] -= (1 - self.soft_weight) * scale_R1[:, 0]
+        if teacher_RV is not None:
+            logits_RV.addcmul_(teacher_RV, scale_R1, value=-self.soft_weight)
+        if tanh_RV is not None:
+            logits_RV.mul_(tanh_RV.square_().neg_().add_(1))
+        gradient_RD = logits_RV.to(hidden_RD.dtype) @ self.head_VD
+        return gradient_RD, _tally(weight_R, loss_R, hit_MK, valid_MK)
+
+
+def _wide_logits(state_RD: Tensor, head_VD: Tensor, multiplier: float, softcap: float | None) -> Tensor:
+    """Return new logits (R, V) that the caller may overwrite: the product in the states' dtype, the rest wider."""
+    logits_RV = state_RD @ head_VD.T
+    logits_RV = logits_RV.to(at_least_float32(logits_RV.dtype))
+    if multiplier != 1.0:
+        logits_RV.mul_(multiplier)
+    return logits_RV if softcap is None else logits_RV.div_(softcap).tanh_().mul_(softcap)
+
+
+def _tally(weight_R: Tensor, loss_R: Tensor, hit_MK: Tensor, valid_MK: Tensor) -> Tensor:
+    """Return one chunk's sums in the order of `LossSums.vector`; hit_MK and valid_MK hold zeros and ones."""
+    # Leading hits: an unsupervised slot ends the run, as the end of the text ends a decode.
+    accepted_MK = hit_MK.clone()
+    accepted_MK[:, 0] = 1.0
+    accepted_MK = accepted_MK.cumprod(1)
+    reached_MK = valid_MK.clone()
+    reached_MK[:, 1:] *= accepted_MK[:, :-1]
+    accepted_MK[:, 0] = 0.0
+    blocks = valid_MK.amax(1).sum()
+    scalars = torch.stack([(weight_R * loss_R).sum(), weight_R.sum(), accepted_MK.sum(), blocks])
+    return torch.cat([scalars, hit_MK.sum(0), valid_MK.sum(0), accepted_MK.sum(0), reached_MK.sum(0)])
+
+
 class _HeadLoss(torch.autograd.Function):
     """Head and loss in one pass: the gradient of the states is made chunk by chunk in the forward, while the chunk's
-    logits exist, so no logits are kept or made twice. The frozen head gets none."""
+    logits exist, so no logits are kept or made twice. The frozen head and the teacher get none."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, rows: Rows, weighting: Weighting, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        K, device = rows.block_size, hidden_RD.device
-        sums = torch.zeros(4 + 4 * K, device=device)
+    def forward(ctx: Any, hidden_RD: Tensor, objective: _Objective) -> tuple[Tensor, Tensor]:
+        size = 4 + 4 * objective.rows.block_size
+        sums = torch.zeros(size, device=hidden_RD.device, dtype=at_least_float32(hidden_RD.dtype))
         gradient_RD = torch.empty_like(hidden_RD)
-        for first, end, num_blocks in rows.chunks:
-            block, slot, label = rows.block_R[first:end], rows.slot_R[first:end], rows.label_R[first:end]
-            logits = hidden_RD[first:end] @ head_VD.T
-            wide = logits.float()
-            if softcap is not None:
-                wide = softcap * torch.tanh(wide / softcap)
-            best = wide.argmax(-1)
-            normaliser = wide.logsumexp(-1)
-            loss = normaliser - wide.gather(1, label[:, None])[:, 0]
-            loss_MK = torch.zeros(num_blocks, K, device=device).index_put((block, slot), loss)
-            valid_MK = torch.zeros(num_blocks, K, dtype=torch.bool, device=device).index_put(
-                (block, slot), torch.ones((), dtype=torch.bool, device=device)
-            )
-            weights_MK = weighting.slot_weights(loss_MK, valid_MK)
-            weight = weights_MK[block, slot]
-            probability = (
-                wide.sub_(normaliser[:, None]).exp_() if softcap is None else (wide - normaliser[:, None]).exp()
-            )
-            probability[torch.arange(end - first, device=device), label] -= 1.0
-            probability *= weight[:, None]
-            if softcap is not None:
-                probability *= 1 - (wide / softcap).square()
-            gradient_RD[first:end] = probability.to(hidden_RD.dtype) @ head_VD
-            hit_MK = torch.zeros(num_blocks, K, device=device).index_put((block, slot), (best == label).float())
-            # Leading hits: an unsupervised slot ends the run, as the end of the text ends a decode.
-            accepted_MK = hit_MK.clone()
-            accepted_MK[:, 0] = 1.0
-            accepted_MK = accepted_MK.cumprod(1)
-            reached_MK = valid_MK.float()
-            reached_MK[:, 1:] *= accepted_MK[:, :-1]
-            accepted_MK[:, 0] = 0.0
-            run = accepted_MK.sum()
-            scalars = torch.stack([(weight * loss).sum(), weight.sum(), run, valid_MK.any(1).sum().float()])
-            sums += torch.cat([scalars, hit_MK.sum(0), valid_MK.float().sum(0), accepted_MK.sum(0), reached_MK.sum(0)])
+        for first, end, num_blocks in objective.rows.chunks:
+            gradient_RD[first:end], found = objective.chunk(hidden_RD, first, end, num_blocks)
+            sums += found
         ctx.save_for_backward(gradient_RD)
         ctx.mark_non_differentiable(sums)
         return sums[0].clone(), sums
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
         (gradient_RD,) = ctx.saved_tensors
         assert grads[0] is not None
-        return gradient_RD * grads[0].to(gradient_RD.dtype), None, None, None, None
+        # A scalar does not widen the product, and stays unrounded where the states are bf16.
+        return gradient_RD * grads[0], None
 
 
 def head_loss(
-    hidden_RD: Tensor, head_VD: Tensor, rows: Rows, weighting: Weighting, *, softcap: float | None = None
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    rows: Rows,
+    weighting: Weighting,
+    *,
+    soft_weight: float = 0.0,
+    teacher: Teacher | None = None,
+    softcap: float | None = None,
+    multiplier: float = 1.0,
 ) -> LossSums:
     """Return the loss sums of supervised states `hidden_RD` through the frozen head `head_VD`.
 
-    Products run in hidden's dtype, softmax and sums in float32. Memory is one chunk of float32 logits.
+    A row's loss is (1 - soft_weight) CE(hard label) + soft_weight KL(teacher || drafter). 0 trains hard labels only and
+    needs no teacher (one that is given is not read); anything above needs `teacher`. Row weights, D-PACE's included,
+    come from the hard label's CE in both cases.
+    softcap and multiplier are the drafter's: its logits are softcap * tanh(multiplier * (h @ head.T) / softcap), as in
+    `head.head_logits`. The teacher has its own.
+
+    Products run in hidden's dtype, softmax and sums in float32; float64 stays float64 throughout. Memory is one chunk
+    of float32 logits, a second one with a softcap and one more with soft labels, beside a bf16 chunk where the states
+    are bf16. Nothing waits for the device. No rows give zeros and a zero gradient.
+    Raises DFlashError if states, rows and teacher do not fit each other, or soft_weight is not from 0 to 1.
     """
-    numerator, sums = _HeadLoss.apply(hidden_RD, head_VD, rows, weighting, softcap)
+    if not 0.0 <= soft_weight <= 1.0:
+        raise DFlashError(f"{soft_weight} is not from 0 to 1", where="soft_weight", fix="0 trains hard labels only.")
+    if len(hidden_RD) != len(rows.index_R):
+        raise DFlashError(
+            f"{len(hidden_RD)} states for {len(rows.index_R)} supervised rows",
+            where="head_loss",
+            fix="Gather the states by rows.index_R.",
+        )
+    if soft_weight > 0:
+        if teacher is None:
+            raise DFlashError(
+                f"{soft_weight} asks for soft labels, and there is no teacher",
+                where="soft_weight",
+                fix="Pass the target's final states as a Teacher, or 0.",
+            )
+        teacher.check(hidden_RD)
+    given = teacher if soft_weight > 0 else None
+    objective = _Objective(head_VD.detach(), rows, weighting, softcap, multiplier, soft_weight, given)
+    numerator, sums = _HeadLoss.apply(hidden_RD, objective)
     sums = sums.detach()
     correct, count, accepted, reached = sums[4:].view(4, rows.block_size)
     return LossSums(numerator, sums[1], correct, count, accepted, reached, sums[2], sums[3])
