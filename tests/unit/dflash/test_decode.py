@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from dflash.attention import AttentionMask
-from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode
+from dflash.decode import (
+    Decoded,
+    DraftContext,
+    acceptance_histogram,
+    conditional_acceptance,
+    draft_states,
+    greedy_decode,
+    speculative_decode,
+)
 from dflash.model import DFlashDraftModel
 from dflash.taps import decoder_layers, extract_features
 from tests.drafters import OracleDrafter, block_inputs, drafter_config, random_drafter, training_states
@@ -71,8 +79,9 @@ def test_a_random_drafter_changes_no_token(arch: str, seed: int, block_size: int
         {"is_causal": True},
         {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6, "is_causal": False},
         {"attention_bias": True, "input_embedding_scale": 8.0, "target_layer_ids": (0, 1, 3)},
+        {"output_multiplier": 3.0, "final_logit_softcapping": 2.0},
     ],
-    ids=["causal", "sliding", "bias and scale"],
+    ids=["causal", "sliding", "bias and scale", "softcap"],
 )
 def test_no_kind_of_drafter_changes_a_token(changes: dict[str, Any]) -> None:
     target, drafter = _target(), random_drafter(block_size=6, **changes)
@@ -169,6 +178,43 @@ def test_tau_does_not_count_the_first_token() -> None:
     assert Decoded(tokens=[1, 2, 3, 4, 5, 6, 7], accepted=[3, 1]).tau == 3.0
 
 
+def test_the_histogram_and_the_shares_per_slot_by_hand() -> None:
+    """Slot 1: 3 of 4 calls. Slot 2, drafted after a kept slot 1 in two calls: 1. Slot 3, in one call: 0."""
+    answers = [
+        Decoded(tokens=[1] * 9, accepted=[2, 0, 1], drafted=[3, 3, 1]),
+        Decoded(tokens=[1] * 3, accepted=[1], drafted=[3]),
+        Decoded(tokens=[1]),
+    ]
+    assert acceptance_histogram(answers) == [1, 2, 1, 0]
+    assert conditional_acceptance(answers) == [3 / 4, 1 / 2, 0.0]
+    assert acceptance_histogram([]) == [0] and conditional_acceptance([]) == []
+    unreached = conditional_acceptance([Decoded(tokens=[1, 2], accepted=[0], drafted=[2])])
+    assert unreached[0] == 0.0 and unreached[1] != unreached[1]
+
+
+def test_all_slots_are_drafted_when_no_length_is_given() -> None:
+    decoded = speculative_decode(_target(), random_drafter(), PROMPTS[0], max_new_tokens=9, eos_ids=NO_EOS)
+    assert decoded.drafted == [3] * len(decoded.accepted)
+
+
+def test_a_target_that_scales_its_embeddings_itself_has_them_scaled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's module multiplies; the drafter reads the raw table and multiplies by its own configuration's factor."""
+    seen: list[Tensor] = []
+    draft = DFlashDraftModel.draft
+
+    def watched(self: DFlashDraftModel, embeddings_bQD: Tensor, *arguments: Any) -> Tensor:
+        seen.append(embeddings_bQD)
+        return draft(self, embeddings_bQD, *arguments)
+
+    monkeypatch.setattr(DFlashDraftModel, "draft", watched)
+    target, drafter = tiny_model(), random_drafter(input_embedding_scale=8.0)
+    embed = target.get_input_embeddings()
+    embed.register_forward_hook(lambda module, inputs, output: output * 8.0)
+    decoded = speculative_decode(target, drafter, PROMPTS[0], max_new_tokens=2, eos_ids=NO_EOS)
+    ids = torch.tensor([decoded.tokens[0], *[drafter.config.mask_token_id] * 3])
+    assert torch.equal(seen[0][0], embed.weight[ids] * 8.0)
+
+
 def test_decoding_leaves_no_hook_on_the_target() -> None:
     target = _target()
     before = [len(layer._forward_hooks) for layer in decoder_layers(target)]
@@ -183,9 +229,10 @@ def test_the_drafter_is_given_features_of_verified_tokens_only(monkeypatch: pyte
     given: list[Tensor] = []
     extend = DraftContext.extend
 
-    def watched(self: DraftContext, features_1TC: Tensor) -> None:
+    def watched(self: DraftContext, features_1TC: Tensor, counts: list[int]) -> None:
+        assert features_1TC.shape[1] == counts[0]  # one row: nothing is given that is not counted
         given.append(features_1TC)
-        extend(self, features_1TC)
+        extend(self, features_1TC, counts)
 
     monkeypatch.setattr(DraftContext, "extend", watched)
     speculative_decode(target, drafter, PROMPTS[0], max_new_tokens=21, eos_ids=NO_EOS)
@@ -204,6 +251,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
         "sliding_window": 5,
         "is_causal": True,
+    },
+    "mixed, causal by kind": {
+        "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+        "sliding_window": 5,
+        "is_causal": None,
+    },
+    "window on the anchor": {
+        "layer_types": ("sliding_attention",) * 3,
+        "sliding_window": 4,
+        "window_reading": "anchor",
     },
     "scaled": {"input_embedding_scale": 8.0, "attention_bias": True},
 }
