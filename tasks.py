@@ -57,6 +57,11 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
+def _options(**given: str) -> list[str]:
+    """Return the options that have a value as words: top_k="5" as --top-k 5."""
+    return [word for name, value in given.items() if value for word in (f"--{name.replace('_', '-')}", value)]
+
+
 def _end(code: int) -> None:
     if code:
         raise Exit(code=code)
@@ -100,8 +105,7 @@ def train(
     in_: str = "auto",
 ) -> None:
     """Train a drafter: cache, train, verify. Resumes what was interrupted."""
-    arguments = ["train", "--config", config]
-    arguments += ["--stage", stage] if stage else []
+    arguments = ["train", "--config", config, *_options(stage=stage)]
     arguments += ["--from", from_stage] if from_stage else []
     arguments += ["--force"] if force else []
     arguments += ["--debug"] if debug else []
@@ -117,20 +121,37 @@ def train(
         "prompt": "the user's message",
         "run": "run folder with an exported drafter",
         "max-new-tokens": "where to stop at the latest",
+        "temperature": "0 (default) decodes greedily; above, tokens are sampled, as the target alone would",
+        "top-k": "sample among the K likeliest tokens",
+        "top-p": "sample among the likeliest tokens that hold the share P",
+        "seed": "of the sampling",
+        "block-length": "tokens drafted for each call of the target: a number, full or adaptive",
         **_WHERE,
     }
 )
-def generate(c: Context, prompt: str, run: str = "runs/latest", max_new_tokens: int = 64, in_: str = "auto") -> None:
+def generate(
+    c: Context,
+    prompt: str,
+    run: str = "runs/latest",
+    max_new_tokens: int = 64,
+    temperature: str = "",
+    top_k: str = "",
+    top_p: str = "",
+    seed: str = "",
+    block_length: str = "",
+    in_: str = "auto",
+) -> None:
     """Answer a prompt with a run's drafter; show tokens per target call."""
     name = run_name(run, ROOT, _caches())
     command = ["generate", "--run", name, "--prompt", prompt, "--max-new-tokens", str(max_new_tokens)]
+    command += _options(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, block_length=block_length)
     _run_placed(command, ["-m", "pipeline", *command], where=in_, ask=["--run", name], named=[name])
 
 
 @task(help={"device": "cpu or cuda; default: the GPU if there is one", "json": "also write the results here", **_WHERE})
 def smoke(c: Context, device: str = "", json: str = "", in_: str = "auto") -> None:
     """Try everything once on a tiny model: doctor, kernels, three training steps, verify."""
-    command = ["smoke", *(["--device", device] if device else [])]
+    command = ["smoke", *_options(device=device)]
     outputs: list[Path] = []
     if json:
         with _one_line_errors():
@@ -239,6 +260,50 @@ def move_cache(
 
 
 @task(
+    positional=["drafter"],
+    help={
+        "drafter": "run folder, its id, runs/latest, or a drafter's folder",
+        "to": "zlab (vLLM, SGLang, z-lab, SpecForge) or speculators",
+        "out": "folder to write: new, or an earlier export",
+        "target": "its target, where the drafter is a folder: a name, a folder or OWNER/NAME@COMMIT",
+    },
+)
+def export(c: Context, drafter: str, out: str, to: str = "zlab", target: str = "") -> None:
+    """Write a drafter in the format of another project."""
+    _run(["-m", "pipeline", "export", drafter, *_options(to=to, out=out, target=target)])
+
+
+@task(
+    name="import",
+    positional=["folder"],
+    help={
+        "folder": "of z-lab, speculators, SpecForge, TorchSpec, Model-Optimizer or Automodel, or a weights file",
+        "out": "folder to write, for train.init_from",
+        "reading": "zlab, specforge, speculators, model-optimizer or automodel: what a silent sliding layer means",
+        "target": "its target, for what its files leave out: a name, a folder or OWNER/NAME@COMMIT",
+        "config": "config.json of weights that come without one",
+    },
+)
+def import_drafter(c: Context, folder: str, out: str, reading: str = "", target: str = "", config: str = "") -> None:
+    """Take in another project's drafter."""
+    _run(["-m", "pipeline", "import", folder, *_options(out=out, reading=reading, target=target, config=config)])
+
+
+@task(
+    name="serve-command",
+    positional=["drafter"],
+    help={
+        "drafter": "run folder, its id, runs/latest, or a drafter's folder",
+        "engine": "vllm or sglang",
+        "target": "its target, where nothing in the folder says it",
+    },
+)
+def serve_command(c: Context, drafter: str, engine: str = "vllm", target: str = "") -> None:
+    """Print the command line that serves a drafter, with what the engine would compute otherwise."""
+    _run(["-m", "pipeline", "serve-command", drafter, *_options(engine=engine, target=target)])
+
+
+@task(
     positional=["first", "second"],
     help={"first": "run folder, its id, or runs/latest", "second": "the other run", "json": "print JSON"},
 )
@@ -316,6 +381,9 @@ def lock(c: Context, check: bool = False, next: bool = False) -> None:
 namespace = Collection(
     train,
     generate,
+    export,
+    import_drafter,
+    serve_command,
     smoke,
     build,
     shell,

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -32,9 +33,7 @@ def save_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Tens
     Raises DFlashError if the names are not exactly the drafter's.
     """
     config = replace(config, dtype=str(dtype).removeprefix("torch."))
-    with torch.device("meta"):
-        expected = {name: tuple(p.shape) for name, p in DFlashDraftModel(config).named_parameters()}
-    _check_names(expected, {name: tuple(t.shape) for name, t in weights.items()}, str(folder))
+    check_tensors(config, weights, str(folder))
     temporary = folder.with_name(f".{folder.name}-{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -49,38 +48,55 @@ def save_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Tens
 def load_drafter(
     folder: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> DFlashDraftModel:
-    """Return the drafter of a folder, in `dtype` (default: the file's).
+    """Return the drafter of a folder, in `dtype` (default: the file's widest).
 
     Raises DFlashError naming the file for a missing, unknown or misshapen tensor or key.
     """
+    config = read_config(folder)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except FileNotFoundError as error:
+        raise _no_such_file(error, folder / WEIGHTS) from None
+    except (ValueError, SafetensorError) as error:
+        raise _unreadable(error, folder / WEIGHTS) from None
+    model = DFlashDraftModel(config)
+    check_tensors(config, tensors, str(folder / WEIGHTS))
+    model.load_state_dict(tensors)
+    stored = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))  # norms may be wider
+    return model.to(device=device, dtype=dtype or stored).eval()
+
+
+def read_config(folder: Path) -> DrafterConfig:
+    """Return the configuration of a drafter's folder. Raises DFlashError naming the file and the key."""
     path = folder / CONFIG
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError(f"{CONFIG} is not a JSON object")
-        tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
-        raise DFlashError(
-            "no such file",
-            where=str(error.filename or folder / WEIGHTS),
-            fix="A drafter's folder holds config.json and model.safetensors.",
-        ) from None
-    except (ValueError, SafetensorError) as error:
-        raise DFlashError(f"cannot be read ({error})", where=str(folder), fix="Export the drafter again.") from None
+        raise _no_such_file(error, path) from None
+    except ValueError as error:
+        raise _unreadable(error, path) from None
     try:
-        config = from_json(data)
+        return from_json(data)
     except DFlashError as error:
         raise DFlashError(error.what, where=f"{path}: {error.where}", fix=error.fix) from None
-    model = DFlashDraftModel(config)
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    _check_names(expected, {name: tuple(t.shape) for name, t in tensors.items()}, str(folder / WEIGHTS))
-    model.load_state_dict(tensors)
-    stored = next(iter(tensors.values())).dtype
-    return model.to(device=device, dtype=dtype or stored).eval()
 
 
-def _check_names(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise DFlashError for the first missing, unknown or misshapen tensor."""
+def _no_such_file(error: FileNotFoundError, path: Path) -> DFlashError:
+    fix = "A drafter's folder holds config.json and model.safetensors."
+    return DFlashError("no such file", where=str(error.filename or path), fix=fix)
+
+
+def _unreadable(error: Exception, path: Path) -> DFlashError:
+    return DFlashError(f"cannot be read ({error})", where=str(path), fix="Export the drafter again.")
+
+
+def check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise DFlashError for the first missing, unknown or misshapen tensor of a drafter."""
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in DFlashDraftModel(config).named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:
         raise DFlashError(

@@ -35,6 +35,41 @@ PLAIN: dict[str, Any] = {
 """Keys of dflash_config that other projects write, with the only value this implementation computes."""
 
 
+_WHOLE, _NUMBER, _SWITCH = "a whole number", "a number", "true or false"
+_KINDS = {
+    **dict.fromkeys(("dflash_config", "rope_parameters", "auto_map"), "an object"),
+    **dict.fromkeys(("architectures", "layer_types"), "a list of names"),
+    **dict.fromkeys(("target_layer_ids", "eagle_aux_hidden_state_layer_ids"), "a list of whole numbers"),
+    **dict.fromkeys(("block_size", "mask_token_id", "sliding_window", "swa_window_size", "num_target_layers"), _WHOLE),
+    **dict.fromkeys(("max_position_embeddings", "bos_token_id", "pad_token_id"), _WHOLE),
+    **dict.fromkeys(("is_causal", "causal", "attention_bias", "use_sliding_window", "use_swa"), _SWITCH),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "initializer_range", *_LOGIT_KEYS), _NUMBER),
+}
+
+
+def check_kinds(data: dict[str, Any]) -> None:
+    """Raise DFlashError for a value of the wrong kind, at the top level or in dflash_config; null counts as absent."""
+    for key, kind in _KINDS.items():
+        _check_kind(data.get(key), kind, key)
+    for key, value in (data.get("dflash_config") or {}).items():
+        _check_kind(value, _KINDS.get(key, ""), f"dflash_config.{key}")
+    _check_kind((data.get("rope_parameters") or {}).get("rope_theta"), _NUMBER, "rope_parameters.rope_theta")
+
+
+def _check_kind(value: Any, kind: str, where: str) -> None:
+    is_list = isinstance(value, list)
+    fits = {
+        _WHOLE: type(value) is int,
+        _NUMBER: type(value) in (int, float),
+        _SWITCH: type(value) is bool,
+        "an object": isinstance(value, dict),
+        "a list of names": is_list and all(isinstance(item, str) for item in value),
+        "a list of whole numbers": is_list and all(type(item) is int for item in value),
+    }
+    if value is not None and not fits.get(kind, True):
+        raise DFlashError(f"{value!r} is not {kind}", where=where, fix="Mend config.json.")
+
+
 def to_json(config: DrafterConfig) -> dict[str, Any]:
     """Return config.json's content. block_size, theta and causality are written in both places that readers look at.
 
@@ -75,6 +110,7 @@ def from_json(data: dict[str, Any]) -> DrafterConfig:
 
     Raises DFlashError for a missing key, and for a setting that this implementation would not honour.
     """
+    check_kinds(data)
     inner = data.get("dflash_config") or {}
     kind = (data.get("architectures") or ["none"])[0]
     if kind != "DFlashDraftModel":

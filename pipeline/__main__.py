@@ -44,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return commands.needs(path, options.overrides, run=options.run or "", again=options.again)
         if options.command == "smoke":
             return smoke(options.device, options.json)
-        return commands.generate(options.run, options.prompt, options.max_new_tokens)
+        if options.command in ("export", "import", "serve-command"):
+            return _interchange(options)
+        decoding = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "block_length")
+        return commands.generate(options.run, options.prompt, {name: getattr(options, name) for name in decoding})
     except BaseException as error:
         if isinstance(error, BrokenPipeError):
             _drop(sys.stdout)
@@ -57,6 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if code is None else code
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _interchange(options: argparse.Namespace) -> int:
+    from pipeline import interchange  # brings torch
+
+    if options.command == "export":
+        return interchange.export_drafter(options.drafter, options.to, options.out, options.target)
+    if options.command == "import":
+        return interchange.import_drafter(
+            options.drafter, options.out, reading=options.reading, target=options.target, config=options.config
+        )
+    return interchange.serve_command(options.drafter, options.engine, options.target)
 
 
 def _exit_code(error: BaseException) -> int | None:
@@ -123,7 +138,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m pipeline", description="Train a DFlash drafter and prove what it does."
     )
     commands_parser = parser.add_subparsers(
-        dest="command", required=True, metavar="train | generate | cache | smoke | needs"
+        dest="command",
+        required=True,
+        metavar="train | generate | export | import | serve-command | cache | smoke | needs",
     )
 
     train = commands_parser.add_parser("train", help="cache, train and verify; finished stages are skipped")
@@ -138,6 +155,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     generate.add_argument("--run", required=True, metavar="RUN", help="a run's folder or id, or runs/latest")
     generate.add_argument("--prompt", required=True, metavar="TEXT")
     generate.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="default 64")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
+    generate.add_argument("--top-k", type=_positive, metavar="K", help="sample among the K likeliest tokens")
+    generate.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that hold P")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling, default 0")
+    generate.add_argument(
+        "--block-length", type=_block_length, default="full", metavar="K", help="tokens to draft, full or adaptive"
+    )
     generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     cache = commands_parser.add_parser("cache", help="carry a compile cache to another host or an image")
@@ -161,6 +185,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     smoke_parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     smoke_parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    _add_interchange(commands_parser)
+
     # argparse stops taking positional arguments at the first option after them; overrides may stand anywhere.
     options, rest = parser.parse_known_args(arguments)
     wrong = [text for text in rest if text.startswith("-") or "=" not in text or not hasattr(options, "overrides")]
@@ -169,6 +195,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if hasattr(options, "overrides"):
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _add_interchange(commands_parser: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = commands_parser.add_parser("export", help="write a drafter in the format of another project")
+    export.add_argument("drafter", metavar="RUN_OR_FOLDER")
+    export.add_argument("--to", required=True, metavar="FORMAT", help="zlab or speculators")
+    export.add_argument("--out", required=True, metavar="FOLDER", help="new, or an earlier export")
+    read = commands_parser.add_parser("import", help="take in another project's drafter, for train.init_from")
+    read.add_argument("drafter", metavar="FOLDER", help="or a weights file")
+    read.add_argument("--out", required=True, metavar="FOLDER", help="new, or an earlier import")
+    read.add_argument("--reading", default="", metavar="PROJECT", help="whose meaning a silent sliding layer has")
+    read.add_argument("--config", default="", metavar="FILE", help="config.json of weights that come without one")
+    serve = commands_parser.add_parser("serve-command", help="print the command line that serves a drafter")
+    serve.add_argument("drafter", metavar="RUN_OR_FOLDER")
+    serve.add_argument("--engine", default="vllm", metavar="ENGINE", help="vllm (default) or sglang")
+    for parser in (export, read, serve):
+        parser.add_argument(
+            "--target", default="", metavar="T", help="its target: a name, a folder or OWNER/NAME@COMMIT"
+        )
+        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _block_length(text: str) -> str:
+    return text if text in ("full", "adaptive") else str(_positive(text))
 
 
 def _positive(text: str) -> int:

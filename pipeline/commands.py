@@ -84,16 +84,20 @@ def train(
     return 0
 
 
-def generate(path: str, prompt: str, max_new_tokens: int, *, root: Path = ROOT) -> int:
-    """Decode a prompt with the drafter of a run and return 0."""
+def generate(path: str, prompt: str, decoding: Mapping[str, Any], *, root: Path = ROOT) -> int:
+    """Decode a prompt with the drafter of a run and return 0.
+
+    decoding   fields of pipeline.generate.Decoding and of dflash.Sampling
+    """
     caches = CacheDirs.from_environment(root)
     run = find_run(path, caches.runs)
     if not run.drafter_dir.is_dir():
         raise ConfigError("the run has no drafter yet", where=path, fix="Finish its training first: invoke train.")
     set_cache_variables(run.config, caches, compile_factors(root))
+    from pipeline.generate import decoding_of
     from pipeline.generate import generate as decode
 
-    decode(run, prompt, max_new_tokens)
+    decode(run, prompt, decoding_of(**decoding))
     return 0
 
 

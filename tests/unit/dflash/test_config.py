@@ -115,8 +115,8 @@ def test_block_size_is_read_from_either_place(place: str) -> None:
 
 def test_two_block_sizes_or_two_causalities_are_refused() -> None:
     data = to_json(drafter_config())
-    for outer, inner in (("block_size", "block_size"), ("is_causal", "causal")):
-        changed = data | {"dflash_config": data["dflash_config"] | {inner: 16}}
+    for outer, inner, other in (("block_size", "block_size", 16), ("is_causal", "causal", True)):
+        changed = data | {"dflash_config": data["dflash_config"] | {inner: other}}
         with pytest.raises(DFlashError, match="different values") as caught:
             from_json(changed)
         assert caught.value.where == outer

@@ -24,7 +24,7 @@ def test_the_list_of_tasks_says_what_each_is_for(project: Path) -> None:
     listing = invoke(project, "--list").stdout
     lines = [line.split(None, 1) for line in listing.splitlines() if line.startswith("  ") and line[2] != " "]
     names = {"train", "generate", "smoke", "build", "shell", "race", "test", "doctor", "fingerprint", "diff"}
-    names |= {"clean", "cache", "lint", "typecheck", "lock"}
+    names |= {"clean", "cache", "lint", "typecheck", "lock", "export", "import", "serve-command"}
     assert {parts[0] for parts in lines} == names and all(len(parts) == 2 for parts in lines)
 
 
@@ -39,6 +39,18 @@ def test_train_hands_its_options_to_the_pipeline(project: Path) -> None:
 def test_generate_hands_its_options_to_the_pipeline(project: Path) -> None:
     done = invoke(project, "generate", "--prompt", "Why is it so?", "--max-new-tokens", "9")
     assert done.stdout == "argv generate --run latest --prompt Why is it so? --max-new-tokens 9\n"
+    sampling = ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--seed", "3", "--block-length", "adaptive"]
+    done = invoke(project, "generate", "--prompt", "Why?", *sampling)
+    wanted = f"argv generate --run latest --prompt Why? --max-new-tokens 64 {' '.join(sampling)}\n"
+    assert (done.stdout, done.returncode) == (wanted, 0)
+
+
+def test_interchange_hands_its_options_to_the_pipeline(project: Path) -> None:
+    done = invoke(project, "export", "runs/latest", "--to", "speculators", "--out", "there", "--target", "t")
+    assert done.stdout == "argv export runs/latest --to speculators --out there --target t\n"
+    done = invoke(project, "import", "folder", "--out", "there", "--reading", "zlab", "--config", "c.json")
+    assert done.stdout == "argv import folder --out there --reading zlab --config c.json\n"
+    assert invoke(project, "serve-command", "runs/a").stdout == "argv serve-command runs/a --engine vllm\n"
 
 
 def test_smoke_hands_its_options_to_the_pipeline(project: Path) -> None:

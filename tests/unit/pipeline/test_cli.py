@@ -210,6 +210,8 @@ def test_generate_needs_a_run_with_a_drafter(runs: Path, monkeypatch: pytest.Mon
         (["train", "--config", "x", "--forse"], "unknown argument '--forse'"),
         (["generate", "--run", "x", "--prompt", "y", "seed=1"], "unknown argument 'seed=1'"),
         (["generate", "--run", "x", "--prompt", "y", "--max-new-tokens", "0"], "'0' is not a whole number above 0"),
+        (["generate", "--run", "x", "--prompt", "y", "--block-length", "0"], "'0' is not a whole number above 0"),
+        (["generate", "--run", "x", "--prompt", "y", "--top-k", "-1"], "'-1' is not a whole number above 0"),
         ([], "required: train | generate"),
     ],
 )

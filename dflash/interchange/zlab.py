@@ -1,0 +1,190 @@
+"""z-lab's config.json in all its dialects, brought to the one form that dflash.config_json reads.
+
+Dialects: values at the top level or in dflash_config (z-lab's code looks in both), SpecForge's mirror of theta in
+rope_scaling, Model-Optimizer's use_swa and swa_window_size, Automodel's architecture string, vLLM's numbered taps.
+Two places that disagree are refused: readers differ in which one they believe.
+Sources: anatomy 1.5, 1.6, 1.7 and 3.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash.config import FULL, SLIDING
+from dflash.config_json import check_kinds
+from dflash.errors import DFlashError
+from dflash.interchange.heads import head_of_key, refuse_architecture, refuse_head_keys
+from dflash.interchange.readings import find_reading
+
+ARCHITECTURE = "DFlashDraftModel"
+AUTOMODEL = "Qwen3DFlashDraftModel"
+
+_EITHER_PLACE = (
+    "mask_token_id",
+    "target_layer_ids",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "is_neox_style": (None, True),
+    "rope_is_neox_style": (None, True),
+    "partial_rotary_factor": (None, 1.0),
+    "logit_scale": (None, 1.0),
+    "mlp_bias": (None, False),
+    "add_swa_attention_sink_bias": (None, False),
+    "text_config": (None,),
+}
+"""Top-level keys that change numbers, with the values that a plain drafter may have."""
+_PLAIN_INNER: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (None, True),
+    "attention_mode": (None, "gqa", "mha"),
+    "sample_from_anchor": (None, False),
+    "shift_label": (None, False),
+    "projector_type": (None, "dflash"),
+}
+
+
+def canonical(data: dict[str, Any], reading: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Return (config.json's content in this project's form, notes for a person).
+
+    reading   one of READINGS by name, for what a sliding layer's config leaves open; "" for its writer's own, None
+              if the format leaves nothing open
+    Raises DFlashError for a successor of DFlash and for whatever would change numbers that we do not compute.
+    """
+    check_kinds(data)
+    notes: list[str] = []
+    flat = dict(data)
+    inner = dict(data.get("dflash_config") or {})
+    written_by_automodel = _architecture(flat)
+    for key, allowed in _ONLY.items():
+        _require(flat.get(key), allowed, key)
+    refuse_head_keys(inner, "dflash_config.")
+    refuse_head_keys({key: flat[key] for key in flat if key != "dflash_config"}, "")
+    for key, allowed in _PLAIN_INNER.items():
+        for settings, where in ((inner, f"dflash_config.{key}"), (flat, key)):
+            _require(settings.pop(key, None), allowed, where)
+    for key in ("draft_vocab_size", "target_hidden_size"):
+        _require(flat.get(key), (None, flat.get("vocab_size" if key.startswith("draft") else "hidden_size")), key)
+    for key in _EITHER_PLACE:
+        _merge(flat, inner, key)
+    inner = {key: value for key, value in inner.items() if not _is_off(key, value)}
+    _drop_numbered_taps(flat, inner)
+    _plain_rope(flat)
+    implied = _sliding(flat, inner)
+    inner.pop("mask_token", None)  # a name for the id, which is there
+    if reading is not None and SLIDING in (flat.get("layer_types") or ()):
+        writer = "automodel" if written_by_automodel else "model-optimizer" if implied else "zlab"
+        notes += _apply_reading(flat, inner, reading or writer)
+    flat["dflash_config"] = inner
+    return flat, notes
+
+
+def _architecture(flat: dict[str, Any]) -> bool:
+    """Set the architecture string; return whether it was Automodel's. A training script's own string is accepted where
+    auto_map says what it stands for (SpecForge's exports)."""
+    names = flat.get("architectures") or []
+    for name in names:
+        refuse_architecture(str(name))
+    mapped = str((flat.get("auto_map") or {}).get("AutoModel", "")).endswith(ARCHITECTURE)
+    named = names[0] in (ARCHITECTURE, AUTOMODEL) if names else bool(flat.get("dflash_config"))
+    if not (named or mapped):
+        kind = names[0] if names else "none"
+        raise DFlashError(
+            f"architecture {kind} is not a DFlash drafter", where="architectures", fix=f"Expected {ARCHITECTURE}."
+        )
+    flat["architectures"] = [ARCHITECTURE]
+    return names[:1] == [AUTOMODEL]
+
+
+def _require(value: Any, allowed: tuple[Any, ...], where: str) -> None:
+    if value not in allowed:
+        wanted = next((repr(option) for option in allowed if option is not None), "absence")
+        raise DFlashError(f"{value!r} is not supported", where=where, fix=f"Only {wanted} is.")
+
+
+def _merge(flat: dict[str, Any], inner: dict[str, Any], key: str) -> None:
+    """Move a value of the top level into dflash_config. Raises DFlashError if both have one and differ."""
+    outer = flat.pop(key, None)
+    if outer is None:
+        return
+    if inner.get(key) not in (None, outer):
+        raise DFlashError(f"is {outer!r}, and {inner[key]!r} in dflash_config", where=key, fix="Keep the true one.")
+    inner[key] = outer
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Return whether a key of dflash_config says nothing; z-lab's code takes a softcap of 0 as none."""
+    if key == "final_logit_softcapping":
+        return not value or value < 0
+    return value is None or (head_of_key(key) is not None and not value)
+
+
+def _drop_numbered_taps(flat: dict[str, Any], inner: dict[str, Any]) -> None:
+    """Remove vLLM's own list of taps, counted from 1, if it names the same layers; vLLM would believe it first."""
+    numbered, ids = flat.pop("eagle_aux_hidden_state_layer_ids", None), inner.get("target_layer_ids")
+    if numbered is not None and ids is not None and list(numbered) != [i + 1 for i in ids]:
+        raise DFlashError(
+            f"{numbered} are not the layers {ids} counted from 1",
+            where="eagle_aux_hidden_state_layer_ids",
+            fix="Keep the true list.",
+        )
+    if numbered is not None and ids is None:
+        inner["target_layer_ids"] = [i - 1 for i in numbered]
+
+
+def _plain_rope(flat: dict[str, Any]) -> None:
+    """Fold a rope_scaling that scales nothing (SpecForge's mirror, older `type: default`) into rope_parameters."""
+    scaling = flat.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return
+    kind = scaling.get("rope_type", scaling.get("type"))
+    extra = sorted(scaling.keys() - {"rope_type", "type", "rope_theta"})
+    if kind != "default" or extra:
+        raise DFlashError(f"{scaling!r} is not supported", where="rope_scaling", fix="Only the default rope is.")
+    nested = dict(flat.get("rope_parameters") or {"rope_type": "default"})
+    theta = scaling.get("rope_theta")
+    if theta is not None and nested.get("rope_theta") not in (None, theta):
+        raise DFlashError(
+            f"has theta {theta}, rope_parameters {nested['rope_theta']}", where="rope_scaling", fix="Keep the true one."
+        )
+    if theta is not None:
+        nested["rope_theta"] = theta
+    flat["rope_scaling"], flat["rope_parameters"] = None, nested
+
+
+def _sliding(flat: dict[str, Any], inner: dict[str, Any]) -> bool:
+    """Bring use_swa and swa_window_size to layer_types and sliding_window; return whether use_swa made layers slide."""
+    use_swa, window = inner.pop("use_swa", None), inner.pop("swa_window_size", None)
+    kinds = list(flat.get("layer_types") or ())
+    implied = bool(use_swa) and SLIDING not in kinds
+    if implied:
+        kinds = [SLIDING] * (len(kinds) or int(flat.get("num_hidden_layers") or 0))
+        flat["layer_types"], flat["use_sliding_window"] = kinds, True
+    if SLIDING not in kinds:
+        return False
+    windows = {w for w in (window, flat.get("sliding_window")) if w is not None}
+    if len(windows) > 1:
+        raise DFlashError(
+            f"is {flat['sliding_window']}, and {window} in dflash_config.swa_window_size",
+            where="sliding_window",
+            fix="Keep the true one.",
+        )
+    flat["sliding_window"] = windows.pop() if windows else None
+    return implied
+
+
+def _apply_reading(flat: dict[str, Any], inner: dict[str, Any], name: str) -> list[str]:
+    """Fill in what the file leaves open about its sliding layers, and return what was filled in."""
+    reading, notes = find_reading(name), []
+    if flat.get("is_causal") is None and inner.get("causal") is None:
+        if reading.is_causal is not None:
+            flat["is_causal"] = reading.is_causal
+        mixed = ", full ones bidirectional" if FULL in flat["layer_types"] else ""
+        inside = "all layers bidirectional" if reading.is_causal is False else f"sliding layers causal{mixed}"
+        notes.append(f"the file does not say how a block sees itself; as {name} reads it: {inside}")
+    if inner.get("window_reading") is None and reading.window != "slot":
+        inner["window_reading"] = reading.window
+        notes.append(f"as {name} reads it the window hangs on the anchor: slot i sees i + 1 context keys more")
+    return notes
