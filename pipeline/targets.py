@@ -32,6 +32,7 @@ from pipeline.files import atomic_write_text, expand_user, sha256_file
 from pipeline.gguf import convert_llama_gguf
 from pipeline.packages import fetch_file
 from pipeline.rendering import render_prompt
+from pipeline.unsupported import what_is_missing
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -167,7 +168,7 @@ def check_architecture(config: dict[str, Any], *, where: str) -> None:
         raise DataError(
             f"architecture is {', '.join(map(str, found)) or 'not named'}",
             where=where,
-            fix=f"Supported targets: {', '.join(ARCHITECTURES)}.",
+            fix=f"Supported targets: {', '.join(ARCHITECTURES)}. For this one {what_is_missing(config)}.",
         )
     wanted = found[0].removesuffix("ForCausalLM").lower()
     if config.get("model_type") != wanted:  # the library goes by model_type and drops weights that do not fit it

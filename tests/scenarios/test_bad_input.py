@@ -148,7 +148,8 @@ def test_a_target_of_another_architecture_is_refused(command: CommandLine, bench
     line = command.refuses(f"target.source={other}")
     assert line == (
         f"{other}/config.json: architecture is GPT2LMHeadModel. "
-        "Supported targets: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM."
+        "Supported targets: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM. "
+        "For this one nobody has proved that its layers' outputs are what a tap should be."
     )
 
 
