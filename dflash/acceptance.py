@@ -1,13 +1,16 @@
 """Acceptance length without decoding: exact chained tau over greedy target text, and the proxies beside it.
 
 On text that the target wrote greedily, speculative decoding's path is known: from anchor a with r accepted tokens it
-goes to a + r + 1. One training-mask forward drafts at every position, then the walk is counting. Uniform averages over
+goes to a + r + 1. The training mask drafts at every position of the text, then the walk is counting. Averages over all
 anchors (what trainers usually log) are not tau: decoding visits the positions that follow a rejection.
+
+Legend: N anchors, B block size, k = B - 1 drafted slots, Q = N * B, T tokens, C feature width, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +20,11 @@ from dflash.attention import build_mask
 from dflash.head import block_embeddings, head_logits
 from dflash.masks import layer_layout
 from dflash.model import DFlashDraftModel
+
+ANCHORS_AT_ONCE = 64
+"""Blocks drafted in one forward over a text: the dense mask is (Q, T + Q), whatever the text's length."""
+HEAD_ROWS = 512
+"""Drafted slots whose logits exist at once."""
 
 
 def layer_masks(
@@ -41,22 +49,72 @@ def drafted_at(
     embedding_VD: Tensor,
     head_VD: Tensor,
 ) -> Tensor:
-    """Return the drafted token ids (N, B - 1) at each anchor, by the training mask in one forward.
+    """Return the drafted token ids (N, k), int64, at each anchor, by the training mask over a context computed once.
 
     embedding_VD, head_VD   the target's raw embedding table and head
     """
-    config = drafter.config
-    N, B = len(anchors_N), config.block_size
-    noise_NB = torch.full((N, B), config.mask_token_id, device=tokens_T.device)
-    noise_NB[:, 0] = tokens_T[anchors_N]
-    positions = (anchors_N[:, None] + torch.arange(B, device=anchors_N.device)).reshape(1, N * B)
-    masks = layer_masks(drafter, anchors_N[None], features_1TC.shape[1], "sdpa")
-    embeddings = block_embeddings(noise_NB.reshape(1, N * B), embedding_VD, config)
-    states = drafter(features_1TC, embeddings, positions, masks, "sdpa")
-    return head_logits(states.view(N, B, -1)[:, 1:], head_VD, config).argmax(-1)
+    config, device = drafter.config, tokens_T.device
+    B, context_len = config.block_size, features_1TC.shape[1]
+    context = drafter.context_key_values(features_1TC, torch.arange(context_len, device=device)[None])
+    drafted = [torch.empty(0, B - 1, dtype=torch.long, device=device)]
+    for anchors_n in anchors_N.split(ANCHORS_AT_ONCE) if len(anchors_N) else ():
+        noise_nB = torch.full((len(anchors_n), B), config.mask_token_id, device=device)
+        noise_nB[:, 0] = tokens_T[anchors_n]
+        embeddings = block_embeddings(noise_nB.view(1, -1), embedding_VD, config)
+        positions = (anchors_n[:, None] + torch.arange(B, device=device)).view(1, -1)
+        masks = layer_masks(drafter, anchors_n[None], context_len, "sdpa")
+        states_nBD = drafter.draft(embeddings, positions, context, masks, "sdpa").view(len(anchors_n), B, -1)
+        rows = states_nBD[:, 1:].flatten(0, 1).split(HEAD_ROWS)
+        drafted.append(torch.cat([head_logits(part, head_VD, config).argmax(-1) for part in rows]).view(-1, B - 1))
+    return torch.cat(drafted)
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class TextDrafts:
+    """What a drafter drafts at every anchor of one answer, against the answer.
+
+    hits_Nk   bool, on the CPU: slot i of the n-th anchor is the text's token there; False past the text's end. The
+              anchors are all tokens of the answer but the last, so N is the answer's length less one.
+    """
+
+    hits_Nk: Tensor
+
+    @property
+    def accepted(self) -> list[int]:
+        """The drafted tokens that a verification at each anchor would accept, as far as the text is known."""
+        accepted: list[int] = self.hits_Nk.long().cumprod(1).sum(1).tolist()
+        return accepted
+
+    def walk(self) -> list[int]:
+        """Return the accepted counts of those anchors only that decoding visits, in its order."""
+        accepted, counts, anchor = self.accepted, list[int](), 0
+        while anchor < len(accepted):
+            counts.append(accepted[anchor])
+            anchor += accepted[anchor] + 1
+        return counts
+
+
+def draft_text(
+    drafter: DFlashDraftModel,
+    features_1TC: Tensor,
+    tokens: Sequence[int],
+    prompt_len: int,
+    embedding_VD: Tensor,
+    head_VD: Tensor,
+) -> TextDrafts:
+    """Return what `drafter` drafts at every anchor of the answer tokens[prompt_len:].
+
+    `tokens` is the prompt and the target's greedy answer; features cover at least all but the last of them.
+    """
+    tokens_T = torch.tensor(list(tokens), device=features_1TC.device)
+    last = len(tokens) - 1
+    anchors_N = torch.arange(prompt_len, max(prompt_len, last), device=tokens_T.device)
+    drafted_Nk = drafted_at(drafter, features_1TC[:, : len(tokens)], tokens_T, anchors_N, embedding_VD, head_VD)
+    places_Nk = anchors_N[:, None] + torch.arange(1, drafter.config.block_size, device=tokens_T.device)
+    hits_Nk = (drafted_Nk == tokens_T[places_Nk.clamp(max=last)]) & (places_Nk <= last)
+    return TextDrafts(hits_Nk.cpu())
+
+
 def chained_walk(
     drafter: DFlashDraftModel,
     features_1TC: Tensor,
@@ -67,25 +125,50 @@ def chained_walk(
 ) -> list[int]:
     """Return the accepted count of each verification that speculative decoding of `tokens` would make.
 
-    `tokens` is the prompt and the target's greedy answer; features cover at least all but the last of them. The last
-    block's count is what can be compared with the known text.
+    Arguments as draft_text. The last block's count is what can be compared with the known text.
     """
-    tokens_T = torch.tensor(list(tokens), device=features_1TC.device)
-    anchors_N = torch.arange(prompt_len, len(tokens) - 1, device=tokens_T.device)
-    if not len(anchors_N):
-        return []
-    drafted = drafted_at(drafter, features_1TC[:, : len(tokens)], tokens_T, anchors_N, embedding_VD, head_VD).tolist()
-    counts: list[int] = []
-    anchor = prompt_len
-    while anchor < len(tokens) - 1:
-        truth = tokens[anchor + 1 :]
-        accepted = 0
-        row = drafted[anchor - prompt_len]
-        while accepted < min(len(row), len(truth)) and row[accepted] == truth[accepted]:
-            accepted += 1
-        counts.append(accepted)
-        anchor += accepted + 1
-    return counts
+    return draft_text(drafter, features_1TC, tokens, prompt_len, embedding_VD, head_VD).walk()
+
+
+@dataclass(frozen=True)
+class TauEstimates:
+    """Tokens per verification call by the exact walk, and what the usual proxies make of the same drafts.
+
+    chained     decoding's own path, pooled over the texts (pooled_tau)
+    uniform     mean over all anchors of accepted + 1: exact within a block, every anchor counted once
+    marginals   1 + sum over slots k of prod over i <= k of acc_i, acc_i being the share of hits in slot i over all
+                anchors, earlier misses or not: TorchSpec's simulated_acc_len and speculators' eal, plus 1
+
+    The proxies are not tau. Decoding jumps over what it accepts and stands on every token that it does not, so hard
+    stretches are visited more often than `uniform` counts them: it is too high where misses come in clusters, too low
+    where they come at a block's rhythm. `marginals` also takes the slots of a block for independent, which
+    underrates runs of hits.
+
+    Near a text's end a block reaches past it. There `uniform` counts the anchor, with the hits that the text still
+    shows (as trainers count a cut block: verl-SpeCo#62), and `marginals` counts a slot only where the text has a token.
+    All are not a number when no text has an anchor.
+    """
+
+    chained: float
+    uniform: float
+    marginals: float
+
+
+def estimate_tau(texts: Sequence[TextDrafts]) -> TauEstimates:
+    """Return chained tau and both proxies over all texts, from the same drafts (anatomy 2.6)."""
+    num_anchors = [len(text.hits_Nk) for text in texts]
+    total = sum(num_anchors)
+    if not total:
+        return TauEstimates(float("nan"), float("nan"), float("nan"))
+    chained = pooled_tau([n + 1 for n in num_anchors], [len(text.walk()) for text in texts])
+    uniform = 1 + sum(sum(text.accepted) for text in texts) / total
+    hits_k = torch.cat([text.hits_Nk for text in texts]).sum(0).tolist()
+    marginals, product = 1.0, 1.0
+    for slot, hits in enumerate(hits_k, start=1):
+        known = sum(max(0, n + 1 - slot) for n in num_anchors)
+        product *= hits / known if known else 0.0
+        marginals += product
+    return TauEstimates(chained, uniform, marginals)
 
 
 def pooled_tau(num_tokens: Sequence[int], num_calls: Sequence[int]) -> float:

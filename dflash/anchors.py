@@ -18,25 +18,20 @@ def sample_seed(seed: int, epoch: int, sample_id: str) -> np.random.Generator:
     return np.random.default_rng([seed, epoch, *np.frombuffer(digest[:16], dtype=np.uint32).tolist()])
 
 
-def eligible_anchors(loss_mask_T: np.ndarray, document_T: np.ndarray | None = None) -> np.ndarray:
-    """Return the positions that may start a block: supervised, and the next token supervised and of the same document.
+def eligible_anchors(loss_mask_T: np.ndarray) -> np.ndarray:
+    """Return the positions of one document that may start a block: supervised, and the next token supervised.
 
     The last one has a single token after it: short tail blocks are kept, or the EOS region would never be trained.
     """
-    both = loss_mask_T[:-1] & loss_mask_T[1:]
-    if document_T is not None:
-        both = both & (document_T[:-1] == document_T[1:])
-    return np.flatnonzero(both)
+    return np.flatnonzero(loss_mask_T[:-1] & loss_mask_T[1:])
 
 
-def draw_anchors(
-    loss_mask_T: np.ndarray, num_anchors: int, rng: np.random.Generator, document_T: np.ndarray | None = None
-) -> np.ndarray:
+def draw_anchors(loss_mask_T: np.ndarray, num_anchors: int, rng: np.random.Generator) -> np.ndarray:
     """Return at most `num_anchors` anchors, without replacement and ascending (int64).
 
     Sorted because contiguous blocks make the attention mask block-sparse; it changes speed, not results.
     """
-    positions = eligible_anchors(loss_mask_T, document_T)
+    positions = eligible_anchors(loss_mask_T)
     if len(positions) > num_anchors:
         positions = rng.choice(positions, size=num_anchors, replace=False, shuffle=False)
     return np.sort(positions)
@@ -66,11 +61,8 @@ def build_blocks(
     num_anchors: int,
     block_size: int,
     mask_token_id: int,
-    document_T: np.ndarray | None = None,
 ) -> Blocks:
-    """Return the blocks that start at `anchors`, in `num_anchors` places.
-
-    document_T keeps labels inside the anchor's document; masks.py does not know documents yet, so rows are not packed.
+    """Return the blocks of one document that start at `anchors`, in `num_anchors` places.
 
     Raises ValueError when there are more anchors than places: dropping some silently would change the loss.
     """
@@ -85,8 +77,6 @@ def build_blocks(
     clipped_NK = np.minimum(positions_NK, length - 1)
     labels_NK = np.where(inside_NK, tokens_T[clipped_NK], 0).astype(np.int64)
     valid_NK = inside_NK & loss_mask_T[clipped_NK] & kept_N[:, None]
-    if document_T is not None:
-        valid_NK &= document_T[clipped_NK] == document_T[anchors_N][:, None]
     valid_NK[:, 0] = False
     noise_NK = np.full((num_anchors, block_size), mask_token_id, dtype=np.int64)
     noise_NK[:, 0] = np.where(kept_N, tokens_T[anchors_N], mask_token_id)

@@ -74,11 +74,22 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
 
 
 @torch.no_grad()
-def extract_features(target: nn.Module, input_ids_bT: Tensor, layer_ids: Sequence[int]) -> Tensor:
+def extract_features(
+    target: nn.Module,
+    input_ids_bT: Tensor,
+    layer_ids: Sequence[int],
+    positions_bT: Tensor | None = None,
+    *,
+    final_state: bool = False,
+) -> Tensor:
     """Return the features (b, T, K * D) of right-padded sequences; the head is not run.
 
     Right padding needs no mask: causal attention never looks at it, and features of padding are not used.
+    positions_bT   of packed rows: where a position does not follow the one before it, transformers lets a new document
+                   begin that sees nothing of the earlier ones
+    final_state    append the final norm's output, (b, T, K * D + D): what the head reads, for soft labels
     """
     with FeatureTaps(target, layer_ids) as taps:
-        target.model(input_ids=input_ids_bT, use_cache=False)  # type: ignore[operator]
-        return taps.features()
+        out = target.model(input_ids=input_ids_bT, position_ids=positions_bT, use_cache=False)  # type: ignore[operator]
+        features = taps.features()
+        return torch.cat((features, out.last_hidden_state), dim=-1) if final_state else features

@@ -1,7 +1,9 @@
 """Which samples a step trains on, and how they become tensors. Nothing here depends on workers, so resuming or changing
 their number changes neither the order nor the anchors.
 
-Legend: b sequences of a micro-batch, S bucket length, N anchors, K block size, Q = N * K, C feature width.
+A row is one sample, or several packed ones (packing.py); an index of a batch names a row.
+
+Legend: b rows of a micro-batch, S bucket length, N anchors, K block size, Q = N * K, C feature width.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash.anchors import build_blocks, draw_anchors, sample_seed
+from dflash.anchors import Blocks, build_blocks, draw_anchors, sample_seed
 from dflash.config import DrafterConfig
 from dflash.objective import Rows, make_rows
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.packing import pack_rows
 from pipeline.rendering import Sample
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The samples of one optimizer step, all of one bucket; fewer than batch_size at a bucket's end."""
+    """The rows of one optimizer step, all of one bucket; fewer than batch_size at a bucket's end."""
 
     epoch: int
     bucket: int
@@ -31,8 +34,8 @@ class StepBatch:
 
 
 class BatchPlan:
-    """The order of samples over all steps: shuffled within each bucket, then the batches among each other, by
-    (seed, epoch). Every sample is seen once an epoch."""
+    """The order of rows over all steps: shuffled within each bucket, then the batches among each other, by
+    (seed, epoch). Every row is seen once an epoch. `lengths` are the rows' tokens."""
 
     def __init__(self, lengths: Sequence[int], buckets: Sequence[int], batch_size: int, seed: int) -> None:
         self._batch_size, self._seed = batch_size, seed
@@ -73,24 +76,41 @@ class BatchPlan:
 class MicroBatch:
     """One forward of one worker, before features and embeddings.
 
-    tokens_bS and noise_bQ int64, anchors_bN int64, positions_bQ int64; rows name the supervised slots.
-    indices are the samples, in the rows' order; missing ones leave empty rows, so shapes stay constant.
+    tokens_bS and noise_bQ int64; positions_bS and positions_bQ int64, counted from the document's first token;
+    anchors_bN int64, places in the row; starts_bN int64, where the anchor's document starts, or None when no row holds
+    two; rows name the supervised slots. indices are the batch's rows; missing ones leave empty rows, so shapes stay
+    constant. samples holds for each row (index of the sample, its first place) of what is packed in it.
     """
 
     bucket: int
     indices: tuple[int, ...]
+    samples: tuple[tuple[tuple[int, int], ...], ...]
     tokens_bS: Tensor
+    positions_bS: Tensor
     noise_bQ: Tensor
     anchors_bN: Tensor
+    starts_bN: Tensor | None
     positions_bQ: Tensor
     rows: Rows
     num_tokens: int
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on `device`."""
-        names = ("tokens_bS", "noise_bQ", "anchors_bN", "positions_bQ")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        names = ("tokens_bS", "positions_bS", "noise_bQ", "anchors_bN", "starts_bN", "positions_bQ")
+        held = {name: getattr(self, name) for name in names}
+        moved = {name: t.to(device, non_blocking=True) for name, t in held.items() if t is not None}
         return replace(self, **moved, rows=self.rows.to(device))
+
+
+def rows_of(config: RunConfig, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    """Return the samples of each row, as data.samples_per_row asks for."""
+    return pack_rows([len(s.input_ids) for s in samples], config.data.buckets[-1], config.data.samples_per_row)
+
+
+def plan_of(config: RunConfig, samples: Sequence[Sample]) -> BatchPlan:
+    """Return the order in which a run trains on its samples."""
+    lengths = [sum(len(samples[i].input_ids) for i in row) for row in rows_of(config, samples)]
+    return BatchPlan(lengths, config.data.buckets, config.train.batch_size, config.seed)
 
 
 class Collator:
@@ -98,7 +118,9 @@ class Collator:
 
     def __init__(self, config: RunConfig, drafter: DrafterConfig, samples: Sequence[Sample]) -> None:
         self._train, self._seed, self._drafter = config.train, config.seed, drafter
-        self._samples = samples
+        self._samples, self._rows = samples, rows_of(config, samples)
+        self._places = config.train.num_anchors * config.data.samples_per_row
+        self._packed = config.data.samples_per_row > 1
         self._arrays = [(np.array(s.input_ids, dtype=np.int64), np.array(s.loss_mask)) for s in samples]
 
     def micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
@@ -107,35 +129,65 @@ class Collator:
         starts = range(0, self._train.batch_size, size)
         return [self.collate(batch.epoch, batch.bucket, batch.indices[start : start + size]) for start in starts]
 
+    def num_tokens(self, indices: Sequence[int]) -> int:
+        """Return the tokens of some rows, without padding."""
+        return sum(len(self._arrays[i][0]) for row in indices for i in self._rows[row])
+
     def collate(self, epoch: int, bucket: int, indices: tuple[int, ...]) -> MicroBatch:
-        """Return one micro-batch; `indices` may be shorter than micro_batch."""
-        size, N, K = self._train.micro_batch, self._train.num_anchors, self._drafter.block_size
-        mask_id = self._drafter.mask_token_id
+        """Return one micro-batch of rows; `indices` may be shorter than micro_batch.
+
+        Each sample's blocks are made for itself and then moved to its place, so nothing can reach over a border.
+        """
+        size, places, K = self._train.micro_batch, self._places, self._drafter.block_size
         tokens = np.zeros((size, bucket), dtype=np.int64)
-        anchors, noise = np.zeros((size, N), dtype=np.int64), np.full((size, N, K), mask_id, dtype=np.int64)
-        labels, valid = np.zeros((size, N, K), dtype=np.int64), np.zeros((size, N, K), dtype=bool)
+        positions = np.tile(np.arange(bucket), (size, 1))
+        anchors, starts = np.zeros((2, size, places), dtype=np.int64)
+        noise = np.full((size, places, K), self._drafter.mask_token_id, dtype=np.int64)
+        labels, valid = np.zeros((size, places, K), dtype=np.int64), np.zeros((size, places, K), dtype=bool)
+        samples: list[tuple[tuple[int, int], ...]] = []
         for row, index in enumerate(indices):
-            ids, supervised = self._arrays[index]
-            tokens[row, : len(ids)] = ids
-            drawn = draw_anchors(supervised, N, sample_seed(self._seed, epoch, self._samples[index].id))
-            blocks = build_blocks(ids, supervised, drawn, num_anchors=N, block_size=K, mask_token_id=mask_id)
-            anchors[row], noise[row], labels[row], valid[row] = (
-                blocks.anchors_N,
-                blocks.noise_NK,
-                blocks.labels_NK,
-                blocks.valid_NK,
-            )
-        positions = anchors[:, :, None] + np.arange(K)
+            first = place = 0
+            held: list[tuple[int, int]] = []
+            for sample in self._rows[index]:
+                ids, blocks = self._arrays[sample][0], self._blocks(epoch, sample)
+                tokens[row, first : first + len(ids)] = ids
+                positions[row, first:] = np.arange(bucket - first)  # padding after the last one counts on
+                # Empty places all stand at the row's end: among the others they would widen the tiles of the mask.
+                used = int(blocks.valid_NK.any(1).sum())
+                own = slice(place, place + used)
+                anchors[row, own], starts[row, own] = blocks.anchors_N[:used] + first, first
+                noise[row, own], labels[row, own] = blocks.noise_NK[:used], blocks.labels_NK[:used]
+                valid[row, own] = blocks.valid_NK[:used]
+                held.append((sample, first))
+                first, place = first + len(ids), place + used
+            samples.append(tuple(held))
+        slots = (anchors - starts)[:, :, None] + np.arange(K)
         rows = make_rows(
             torch.from_numpy(labels).view(-1, K), torch.from_numpy(valid).view(-1, K), self._train.head_chunk_rows
         )
         return MicroBatch(
             bucket=bucket,
             indices=indices,
+            samples=tuple(samples),
             tokens_bS=torch.from_numpy(tokens),
-            noise_bQ=torch.from_numpy(noise).view(size, N * K),
+            positions_bS=torch.from_numpy(positions),
+            noise_bQ=torch.from_numpy(noise).view(size, places * K),
             anchors_bN=torch.from_numpy(anchors),
-            positions_bQ=torch.from_numpy(positions).view(size, N * K),
+            starts_bN=torch.from_numpy(starts) if self._packed else None,
+            positions_bQ=torch.from_numpy(slots).view(size, places * K),
             rows=rows,
-            num_tokens=sum(len(self._arrays[i][0]) for i in indices),
+            num_tokens=self.num_tokens(indices),
+        )
+
+    def _blocks(self, epoch: int, sample: int) -> Blocks:
+        ids, supervised = self._arrays[sample]
+        N = self._train.num_anchors
+        drawn = draw_anchors(supervised, N, sample_seed(self._seed, epoch, self._samples[sample].id))
+        return build_blocks(
+            ids,
+            supervised,
+            drawn,
+            num_anchors=N,
+            block_size=self._drafter.block_size,
+            mask_token_id=self._drafter.mask_token_id,
         )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash.config import DrafterConfig, spread_layer_ids
-from dflash.errors import DFlashError
+from dflash.config import DrafterConfig
 from dflash.taps import extract_features
 from env.caches import CacheDirs
 from pipeline.config import RunConfig
@@ -21,12 +20,14 @@ from pipeline.data import (
     building,
     check_files,
     data_key,
+    prompt_len,
     published,
     read_data_manifest,
     read_samples,
     write_data_manifest,
     write_samples,
 )
+from pipeline.drafter import drafter_config
 from pipeline.errors import ConfigError, DataError
 from pipeline.inputs import input_files
 from pipeline.metrics import progress_bar
@@ -39,7 +40,9 @@ from pipeline.warmup import compile_once, set_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 SETS = ("train", "held_out", "out_of_domain")
-FORMAT = 1
+ANSWERED = ("train", "held_out")
+"""Sets whose prompts the target answers here: held-out answers give tau during training, and are never trained on."""
+FORMAT = 2
 """Part of every data key: raise it when regenerate.py, taps.py or data.py write something else than before."""
 
 
@@ -83,12 +86,14 @@ def build_cache(run: Run) -> dict[str, Any]:
             "format": FORMAT,
             "answers": answers_at.name,
             "taps": list(drafter.target_layer_ids),
+            "final_state": bool(config.train.soft_weight),
             "shard": config.data.shard_samples,
         }
         features_at = caches.data / f"features-{data_key(feature_factors)}"
         with building(features_at):
             if read_data_manifest(features_at) is None:
-                _write_features(config, model(), samples, drafter, features_at)
+                texts = [*samples, *read_samples(answers_at / "held_out.jsonl")]
+                _write_features(config, model(), texts, drafter, features_at)
     del model
     counts = ("num_samples", "num_tokens", "supervised_share", "skipped_too_long", "answers_cut")
     return {
@@ -130,39 +135,6 @@ def check_devices(config: RunConfig) -> None:
                 )
 
 
-def drafter_config(config: RunConfig, folder: TargetFolder) -> DrafterConfig:
-    """Return the drafter that the run's configuration asks for on this target. Raises ConfigError naming the key."""
-    target = target_config(folder)
-    longest = config.data.max_prompt_tokens + config.data.max_answer_tokens
-    positions = target.max_position_embeddings
-    if longest > positions:
-        raise ConfigError(
-            f"max_prompt_tokens + max_answer_tokens = {longest}, the target has {positions} positions",
-            where="data",
-            fix="Lower them.",
-        )
-    section = config.drafter
-    changes: dict[str, Any] = {"is_causal": section.is_causal, "sliding_window": section.sliding_window}
-    if section.layer_types:
-        changes["layer_types"] = tuple(section.layer_types)
-    if section.intermediate_size:
-        changes["intermediate_size"] = section.intermediate_size
-    try:
-        ids = section.target_layer_ids or spread_layer_ids(target.num_hidden_layers, section.num_taps)
-        return DrafterConfig.for_target(
-            target,
-            num_hidden_layers=section.num_layers,
-            block_size=section.block_size,
-            mask_token_id=section.mask_token_id,
-            target_layer_ids=tuple(ids),
-            **changes,
-        )
-    except DFlashError as error:
-        of_run = error.where in type(section).model_fields
-        where = f"drafter.{error.where}" if of_run else f"{folder.path}/config.json: {error.where}"
-        raise ConfigError(error.what, where=where, fix=error.fix) from None
-
-
 def _write_answers(
     config: RunConfig,
     target: Any,
@@ -171,30 +143,33 @@ def _write_answers(
     folder: Path,
     skipped: int,
 ) -> dict[str, Any]:
-    ids = [prompt for _, prompt in rendered["train"]]
-    done = 0
-    with progress_bar("target answers", len(ids)) as bar:
+    with progress_bar("target answers", sum(len(rendered[name]) for name in ANSWERED)) as bar:
 
-        def advance(answered: int, tokens: int) -> None:
-            nonlocal done
-            bar.advance(answered - done)
-            done = answered
+        def answered(name: str) -> list[Sample]:
+            # A call for each set: what is held out must not change the batches, and so the near-ties, of training.
+            done = 0
 
-        answers = generate_answers(
-            target,
-            tokenizer,
-            ids,
-            max_new_tokens=config.data.max_answer_tokens,
-            batch_size=config.data.generate_batch,
-            progress=advance,
-        )
-    samples = [
-        make_sample(name, prompt, answer) for (name, prompt), answer in zip(rendered["train"], answers, strict=True)
-    ]
+            def advance(count: int, tokens: int) -> None:
+                nonlocal done
+                bar.advance(count - done)
+                done = count
+
+            answers = generate_answers(
+                target,
+                tokenizer,
+                [prompt for _, prompt in rendered[name]],
+                max_new_tokens=config.data.max_answer_tokens,
+                batch_size=config.data.generate_batch,
+                progress=advance,
+            )
+            return [make_sample(i, prompt, answer) for (i, prompt), answer in zip(rendered[name], answers, strict=True)]
+
+        found = {name: answered(name) for name in ANSWERED}
+    samples = found["train"]
     with published(folder) as temporary:
-        write_samples(temporary / "train.jsonl", samples)
-        for name in SETS[1:]:
-            write_samples(temporary / f"{name}.jsonl", [make_sample(i, prompt, []) for i, prompt in rendered[name]])
+        for name in SETS:
+            texts = found.get(name) or [make_sample(i, prompt, []) for i, prompt in rendered[name]]
+            write_samples(temporary / f"{name}.jsonl", texts)
         return write_data_manifest(
             temporary,
             {
@@ -202,7 +177,7 @@ def _write_answers(
                 "num_tokens": sum(len(s.input_ids) for s in samples),
                 "supervised_share": round(supervised_share(samples), 4),
                 "skipped_too_long": skipped,
-                "answers_cut": sum(len(a) == config.data.max_answer_tokens for a in answers),
+                "answers_cut": sum(sum(s.loss_mask) == config.data.max_answer_tokens for s in samples),
             },
         )
 
@@ -214,7 +189,8 @@ def _write_features(
         writer = ShardWriter(temporary, config.data.shard_samples)
         for sample in samples:
             ids = torch.tensor([sample.input_ids], device=target.device)
-            writer.add(extract_features(target, ids, drafter.target_layer_ids)[0])
+            soft = bool(config.train.soft_weight)
+            writer.add(extract_features(target, ids, drafter.target_layer_ids, final_state=soft)[0])
             bar.advance()
         writer.flush()
         write_data_manifest(temporary, {"places": writer.places, "samples": [s.id for s in samples]})
@@ -222,7 +198,12 @@ def _write_features(
 
 @dataclass(frozen=True)
 class CachedData:
-    """What the later stages read of stage 1."""
+    """What the later stages read of stage 1.
+
+    features   of the samples and, after them, of the held-out texts, by index; None when they are made online
+    prompts    held_out and out_of_domain without answers, for decoding
+    held_out   the held-out prompts with the target's greedy answers
+    """
 
     target: TargetFolder
     drafter: DrafterConfig
@@ -230,6 +211,7 @@ class CachedData:
     features: FeatureShards | None
     answers_key: str
     prompts: dict[str, list[Sample]]
+    held_out: Sequence[Sample] = ()
 
 
 def load_cached(run: Run) -> CachedData:
@@ -263,11 +245,13 @@ def load_cached(run: Run) -> CachedData:
         check_files(place, content)
         found[place] = content
     features = FeatureShards(places[1], found[places[1]]) if len(places) > 1 else None
+    texts = {name: read_samples(answers_at / f"{name}.jsonl") for name in SETS[1:]}
     return CachedData(
         target=folder,
         drafter=drafter,
         samples=check_supervised(read_samples(answers_at / "train.jsonl")),
         features=features,
         answers_key=answers_at.name,
-        prompts={name: read_samples(answers_at / f"{name}.jsonl") for name in SETS[1:]},
+        prompts={name: [make_sample(s.id, s.input_ids[: prompt_len(s)], []) for s in texts[name]] for name in texts},
+        held_out=texts["held_out"],
     )

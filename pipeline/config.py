@@ -67,6 +67,8 @@ class DataConfig(Section):
     """Prompts that the target answers at once. Changes speed and memory; rounding may move a near-tie."""
     buckets: tuple[int, ...] = (256,)
     """Sequence lengths in tokens, ascending. A sample is padded to the first that holds it; each is compiled."""
+    samples_per_row: int = Field(default=1, gt=0)
+    """Samples packed in one row at most. They do not see each other; num_anchors counts for each. Needs one bucket."""
     features: Literal["cached", "online"] = "cached"
     """cached: target features are computed once and kept as shards; online: the target runs beside the drafters."""
     shard_samples: int = Field(default=64, gt=0)
@@ -76,6 +78,11 @@ class DataConfig(Section):
     def _ascending(self) -> DataConfig:
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] <= 0:
             raise ValueError(f"buckets {list(self.buckets)} must be positive and ascending, e.g. [128, 256]")
+        if self.samples_per_row > 1 and len(self.buckets) > 1:
+            raise ValueError(
+                f"samples_per_row {self.samples_per_row} packs rows of one length, buckets {list(self.buckets)} are "
+                f"{len(self.buckets)}: keep one"
+            )
         longest = self.max_prompt_tokens + self.max_answer_tokens
         if longest > self.buckets[-1]:
             raise ValueError(
@@ -103,19 +110,21 @@ class DrafterSection(Section):
     """One per draft layer; null makes all full."""
     sliding_window: int | None = Field(default=None, gt=0)
     """Tokens W: a sliding layer's slot sees keys with position > own position - W."""
-    is_causal: bool = False
-    """True: a slot sees only itself and earlier slots of its block."""
+    is_causal: bool | None = False
+    """True: a slot sees only itself and earlier slots of its block. null: in sliding layers only."""
+    window_reading: Literal["slot", "anchor"] = "slot"
+    """How sliding_window hangs; "anchor" is speculators' (dflash/config.py)."""
 
 
 class TrainConfig(Section):
     steps: int = Field(gt=0)
     """Optimizer steps."""
     batch_size: int = Field(default=8, gt=0)
-    """Sequences in one optimizer step, over all workers and micro-batches."""
+    """Rows in one optimizer step, over all workers and micro-batches; a row is a sample, unless they are packed."""
     micro_batch: int = Field(default=2, gt=0)
-    """Sequences in one forward of one worker; batch_size must be a multiple of it."""
+    """Rows in one forward of one worker; batch_size must be a multiple of it."""
     num_anchors: int = Field(default=16, gt=0)
-    """Anchors N drawn per sequence and epoch; each starts one block."""
+    """Anchors N drawn per sample and epoch; each starts one block."""
     learning_rate: float = Field(default=6e-4, gt=0)
     """Peak of AdamW's learning rate. The loss divides by the sum of weights: the batch layout does not matter."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -134,6 +143,8 @@ class TrainConfig(Section):
     """Decay length in slots; null takes 7/5/4 for blocks of 16/10/8 (the paper's), block_size / 2 otherwise."""
     dpace_alpha: float = Field(default=0.5, ge=0, le=1)
     """D-PACE's floor."""
+    soft_weight: float = Field(default=0.0, ge=0, le=1)
+    """Share s of soft labels: (1 - s) cross-entropy of the target's token + s KL of its distribution. 0: hard only."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of the drafter's matmuls; master weights, norms, rotary angles and reductions stay in float32."""
     checkpoint_every: int = Field(default=100, gt=0)
@@ -144,6 +155,8 @@ class TrainConfig(Section):
     """Newest checkpoints that are kept."""
     log_every: int = Field(default=1, gt=0)
     """Steps between lines of metrics.jsonl."""
+    evaluate_every: int = Field(default=100, ge=0)
+    """Steps between measurements of tau on held-out text; also before the first step and after the last. 0: never."""
     init_from: str | None = None
     """Folder of an exported drafter to start from; null starts from random weights."""
 

@@ -124,6 +124,11 @@ def read_samples(path: Path) -> list[Sample]:
     return samples
 
 
+def prompt_len(sample: Sample) -> int:
+    """Return the tokens before the first that the target wrote; all of them where it wrote none."""
+    return sample.loss_mask.index(True) if any(sample.loss_mask) else len(sample.input_ids)
+
+
 class FeatureShards:
     """Cached target features, one row a token, in safetensors shards; opened lazily and read by sample."""
 

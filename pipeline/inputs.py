@@ -6,8 +6,6 @@ taken for one of the same files with other content.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from env.caches import CacheDirs
 from pipeline.catalogue import load_catalogue
 from pipeline.config import RunConfig
@@ -18,21 +16,23 @@ from pipeline.runs import Run, read_manifest
 
 
 def input_files(config: RunConfig) -> dict[str, str]:
-    """Return the sha256 of each local file that prompts come from."""
+    """Return the sha256 of each local file that prompts come from, and of the drafter that the run goes on with."""
     sources = [*(source.source for source in config.data.train), config.data.out_of_domain.source]
     paths = {source: expand_user(source) for source in sources if source.endswith(".jsonl")}
+    if (folder := config.train.init_from) is not None:
+        paths |= {f"{folder}/{name}": expand_user(folder) / name for name in ("config.json", "model.safetensors")}
     return {source: sha256_file(path) for source, path in paths.items() if path.is_file()}
 
 
 def check_inputs(run: Run) -> None:
-    """Raise DataError when a prompts file is not the one that the run's cache stage read."""
+    """Raise DataError when a file is not the one that the run's cache stage read."""
     manifest = read_manifest(run.manifest_path("cache"))
     if manifest is None or not isinstance(manifest.get("inputs"), dict):
         return
     now = input_files(run.config)
     for source, digest in manifest["inputs"].items():
         if now.get(source) != digest:
-            what = "has changed" if Path(source).exists() else "is gone"
+            what = "has changed" if expand_user(source).exists() else "is gone"
             raise DataError(
                 f"{what} since {run.id} read it",
                 where=source,

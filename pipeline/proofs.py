@@ -16,16 +16,16 @@ from dflash.acceptance import chained_walk, layer_masks, pooled_tau
 from dflash.checkpoint import load_drafter
 from dflash.compile import CompileGate
 from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode
-from dflash.head import block_embeddings
+from dflash.head import block_embeddings, head_logits
 from dflash.model import DFlashDraftModel
 from dflash.taps import extract_features
-from pipeline.batches import BatchPlan, Collator, MicroBatch
+from pipeline.batches import Collator, MicroBatch, plan_of
 from pipeline.cache import CachedData
 from pipeline.config import RunConfig
 from pipeline.gates import Gate
 from pipeline.rendering import Sample
-from pipeline.replica import Borrowed, Replica
-from pipeline.topology import CachedFeatures
+from pipeline.replica import Borrowed, Replica, feature_width
+from pipeline.topology import CachedFeatures, target_features
 
 FLOAT32_LIMIT = 1e-3
 """Largest difference over the largest value, of states or of one gradient, in float32."""
@@ -48,9 +48,7 @@ def compiled_equals_dense(
     gate = CompileGate(workers=1, backend=config.compile.backend)
     dtype = next(trained.parameters()).dtype
     replica = Replica("verify", config, data.drafter, trained, Borrowed.of(target, device, dtype), device, gate)
-    lengths = [len(s.input_ids) for s in data.samples]
-    plan = BatchPlan(lengths, config.data.buckets, config.train.batch_size, config.seed)
-    by_bucket = {step.bucket: step for step in plan.epoch(0)}
+    by_bucket = {step.bucket: step for step in plan_of(config, data.samples).epoch(0)}
     collator = Collator(config, data.drafter, data.samples)
     batches = [
         collator.collate(s.epoch, s.bucket, s.indices[: config.train.micro_batch]).to(device)
@@ -96,7 +94,7 @@ def _named(replica: Replica, batch: MicroBatch, states: Tensor, gradients: list[
 
 
 def dense_step(
-    replica: Replica, batch: MicroBatch, features_bSC: Tensor, dtype: torch.dtype, attention: str
+    replica: Replica, batch: MicroBatch, features_bSX: Tensor, dtype: torch.dtype, attention: str
 ) -> tuple[Tensor, list[Tensor]]:
     """Return states (b, Q, D) and gradients of the loss numerator, computed the plain way: no compile, dense softmax
     attention, whole logits. The model and its products run in `dtype`, the loss in float32."""
@@ -104,14 +102,19 @@ def dense_step(
     model.load_state_dict(replica.model.state_dict())
     model.to(dtype)
     embeddings = block_embeddings(batch.noise_bQ, replica.borrowed.embedding_VD.to(dtype), replica.drafter)
-    masks = layer_masks(model, batch.anchors_bN, features_bSC.shape[1], attention)
-    states = model(features_bSC.to(dtype), embeddings, batch.positions_bQ, masks, attention)
-    rows, K = batch.rows, replica.drafter.block_size
-    logits_RV = (states.flatten(0, 1)[rows.index_R] @ replica.borrowed.head_VD.to(dtype).T).float()
-    loss_R = F.cross_entropy(logits_RV, rows.label_R, reduction="none")
+    masks = layer_masks(model, batch.anchors_bN, features_bSX.shape[1], attention, batch.starts_bN)
+    features_bSC = features_bSX[..., : replica.drafter.feature_size].to(dtype)
+    states = model(features_bSC, embeddings, batch.positions_bQ, masks, attention, batch.positions_bS)
+    rows, K, head_VD = batch.rows, replica.drafter.block_size, replica.borrowed.head_VD.to(dtype)
+    logits_RV = head_logits(states.flatten(0, 1)[rows.index_R], head_VD, replica.drafter)
+    hard_R = loss_R = F.cross_entropy(logits_RV, rows.label_R, reduction="none")
+    if soft := replica.config.train.soft_weight:
+        taught_RV = (replica.teacher(batch, features_bSX).state_RD.to(dtype) @ head_VD.T).to(logits_RV.dtype)
+        wanted, found = taught_RV.log_softmax(-1), logits_RV.log_softmax(-1)
+        loss_R = (1 - soft) * hard_R + soft * F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
     places = states.shape[0] * states.shape[1]
-    loss_MK = torch.zeros(places, device=loss_R.device).index_put((rows.index_R,), loss_R.detach()).view(-1, K)
-    valid_MK = torch.zeros(places, device=loss_R.device).index_fill(0, rows.index_R, 1.0).bool().view(-1, K)
+    loss_MK = torch.zeros(places, device=hard_R.device).index_put((rows.index_R,), hard_R.detach()).view(-1, K)
+    valid_MK = torch.zeros(places, device=hard_R.device).index_fill(0, rows.index_R, 1.0).bool().view(-1, K)
     weight_R = replica.weighting.slot_weights(loss_MK, valid_MK).flatten()[rows.index_R]
     (weight_R * loss_R).sum().backward()
     return states.detach(), [p.grad for p in model.parameters() if p.grad is not None]
@@ -121,10 +124,10 @@ def _features(
     config: RunConfig, data: CachedData, target: Any, batch: MicroBatch, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     if data.features is None:
-        return extract_features(target, batch.tokens_bS.to(target.device), data.drafter.target_layer_ids).to(
-            device, dtype
-        )
-    return CachedFeatures(data.features, data.drafter.feature_size)(0, batch, config.train.micro_batch, device, dtype)
+        found = target_features(target, batch, data.drafter.target_layer_ids, bool(config.train.soft_weight))
+        return found.to(device, dtype)
+    cached = CachedFeatures(data.features, feature_width(config, data.drafter))
+    return cached(0, batch, config.train.micro_batch, device, dtype)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,11 @@ from dflash.errors import DFlashError
 from dflash.head import block_embeddings
 from dflash.model import DFlashDraftModel
 from dflash.objective import Weighting, default_gamma, head_loss
+from dflash.soft_labels import Teacher
 from pipeline.batches import Collator, MicroBatch
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.files import expand_user
 from pipeline.optim import MasterAdamW
 from pipeline.rendering import Sample
 
@@ -50,16 +51,7 @@ def new_drafter(config: RunConfig, drafter: DrafterConfig, head_VD: Tensor) -> D
     if config.train.init_from is None:
         model.initialise(config.seed, head_VD)
         return model
-    start = load_drafter(Path(config.train.init_from), dtype=torch.float32)
-    if start.config != drafter:
-        fields = vars(drafter)
-        key = next((k for k in fields if k != "dtype" and fields[k] != getattr(start.config, k)), None)
-        if key is not None:
-            raise ConfigError(
-                f"has {key} {getattr(start.config, key)}, this run {fields[key]}",
-                where=f"train.init_from: {config.train.init_from}",
-                fix="Change the run's drafter section.",
-            )
+    start = load_drafter(expand_user(config.train.init_from), dtype=torch.float32)
     model.load_state_dict(start.state_dict())
     return model
 
@@ -92,40 +84,66 @@ class Replica:
         self.weighting = Weighting(config.train.loss, gamma, config.train.dpace_alpha)
         self.body = gate.compile(body_of(self.model, self.attention), name=name)
 
-    def forward_backward(self, batch: MicroBatch, features_bSC: Tensor) -> Tensor:
+    def forward_backward(self, batch: MicroBatch, features_bSX: Tensor) -> Tensor:
         """Add the gradient of the loss numerator and return the loss sums as a vector. Only inside gate.step()."""
-        hidden_bQD = self.states(batch, features_bSC)
-        rows = batch.rows
+        hidden_bQD = self.states(batch, features_bSX)
+        rows, weight = batch.rows, self.config.train.soft_weight
         hidden_RD = hidden_bQD.flatten(0, 1)[rows.index_R]
-        sums = head_loss(hidden_RD, self.borrowed.head_VD, rows, self.weighting)
+        sums = head_loss(
+            hidden_RD,
+            self.borrowed.head_VD,
+            rows,
+            self.weighting,
+            soft_weight=weight,
+            teacher=self.teacher(batch, features_bSX) if weight else None,
+            softcap=self.drafter.final_logit_softcapping,
+            multiplier=self.drafter.output_multiplier,
+        )
         sums.numerator.backward()
         self.optimizer.collect()
         return sums.vector()
 
-    def states(self, batch: MicroBatch, features_bSC: Tensor) -> Tensor:
+    def teacher(self, batch: MicroBatch, features_bSX: Tensor) -> Teacher:
+        """Return what the target says to each supervised slot: its state one position earlier, which predicts it."""
+        K, N = self.drafter.block_size, batch.anchors_bN.shape[1]
+        block_R, slot_R = batch.rows.index_R // K, batch.rows.slot_R
+        row_R = block_R // N
+        state_RD = features_bSX[row_R, batch.anchors_bN.flatten()[block_R] + slot_R - 1, self.drafter.feature_size :]
+        # The supported targets have neither a multiplier nor a softcap of their own.
+        return Teacher(state_RD=state_RD, multiplier=1.0, softcap=None)
+
+    def states(self, batch: MicroBatch, features_bSX: Tensor) -> Tensor:
         """Return the compiled body's states (b, Q, D) of a micro-batch on this device."""
+        features_bSC = features_bSX[..., : self.drafter.feature_size]
         embeddings = block_embeddings(batch.noise_bQ, self.borrowed.embedding_VD, self.drafter)
-        masks = layer_masks(self.model, batch.anchors_bN, features_bSC.shape[1], self.attention)
-        return self.body(features_bSC, embeddings, batch.positions_bQ, masks)
+        masks = layer_masks(self.model, batch.anchors_bN, features_bSC.shape[1], self.attention, batch.starts_bN)
+        return self.body(features_bSC, embeddings, batch.positions_bQ, masks, batch.positions_bS)
 
     def warm_up(self) -> None:
         """Run forward and backward once for every declared shape, and forget the gradients."""
         for bucket in self.config.data.buckets:
             batch = warm_batch(self.config, self.drafter, bucket).to(self.device)
-            features = torch.zeros(
-                self.config.train.micro_batch, bucket, self.drafter.feature_size, device=self.device, dtype=self.dtype
-            )
+            width = feature_width(self.config, self.drafter)
+            shape = (self.config.train.micro_batch, bucket, width)
+            features = torch.zeros(shape, device=self.device, dtype=self.dtype)
             self.forward_backward(batch, features)
         torch._foreach_zero_(self.optimizer.gradients)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
+def feature_width(config: RunConfig, drafter: DrafterConfig) -> int:
+    """Return X, what a token brings from the target: the taps, and for soft labels the state that the head reads."""
+    return drafter.feature_size + (drafter.hidden_size if config.train.soft_weight else 0)
+
+
 def body_of(model: DFlashDraftModel, attention: str) -> Callable[..., Tensor]:
     """Return the function that is compiled: everything between embeddings and head."""
 
-    def body(features_bSC: Tensor, embeddings_bQD: Tensor, positions_bQ: Tensor, masks: list[Any]) -> Tensor:
-        return model(features_bSC, embeddings_bQD, positions_bQ, masks, attention)
+    def body(
+        features_bSC: Tensor, embeddings_bQD: Tensor, positions_bQ: Tensor, masks: list[Any], positions_bS: Tensor
+    ) -> Tensor:
+        return model(features_bSC, embeddings_bQD, positions_bQ, masks, attention, positions_bS)
 
     return body
 
@@ -134,7 +152,8 @@ def warm_batch(config: RunConfig, drafter: DrafterConfig, bucket: int) -> MicroB
     """Return a micro-batch of a declared shape, of made-up tokens, by the same collator that training uses."""
     # Half prompt, half answer; ids stay clear of the mask token.
     token = 0 if drafter.mask_token_id else 1
-    ids = np.full(bucket, token).tolist()
-    mask = (np.arange(bucket) >= bucket // 2).tolist()
-    samples = [Sample(id=f"warm-{i}", input_ids=ids, loss_mask=mask) for i in range(config.train.micro_batch)]
-    return Collator(config, drafter, samples).collate(0, bucket, tuple(range(len(samples))))
+    length = bucket // config.data.samples_per_row
+    mask = (np.arange(length) >= length // 2).tolist()
+    count = config.train.micro_batch * config.data.samples_per_row
+    samples = [Sample(id=f"warm-{i}", input_ids=[token] * length, loss_mask=mask) for i in range(count)]
+    return Collator(config, drafter, samples).collate(0, bucket, tuple(range(config.train.micro_batch)))

@@ -14,12 +14,17 @@ from pipeline.files import atomic_write_text
 from pipeline.metrics import duration, read
 from pipeline.runs import Run, read_manifest
 
+Points = Sequence[tuple[float, float]]
+
 _CURVES = (
-    ("Loss", ("loss",)),
-    ("Accepted length (tokens per target call, estimated)", ("accepted_length", "accepted", "tau")),
-    ("Tokens per second", ("tokens_per_second",)),
+    ("Loss", {"": ("loss",)}),
+    ("Tau on held-out text", {kind: ("tau", kind) for kind in ("chained", "uniform", "marginals")}),
+    ("Accepted length (tokens per target call, estimated on the training batch)", {"": ("accepted_length",)}),
+    ("Tokens per second", {"": ("tokens_per_second",)}),
 )
-"""Title, and the names under which metrics.jsonl may hold the values."""
+"""Title, and for each line its name and the keys that lead to its values in a record of metrics.jsonl."""
+_STROKES = (("#2457a6", "none"), ("#b35c00", "6 4"), ("#2f7d4f", "2 3"))
+"""Colour and dashes of a chart's first, second and third line."""
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -51,7 +56,7 @@ def write_report(run: Run, path: Path) -> Path:
         "<h2>Gates</h2>",
         _gates(verify),
         "<h2>Training</h2>",
-        _training(run.metrics_path),
+        _training(run),
         "<h2>Stages</h2>",
         _stages(read_manifest(run.stages_path)),
         "<h2>Configuration</h2>",
@@ -107,25 +112,30 @@ def _gates(verify: Mapping[str, Any] | None) -> str:
     return f"<table>{head}{''.join(rows)}</table>"
 
 
-def _training(path: Path) -> str:
+def _training(run: Run) -> str:
     try:
-        records = read(path)
+        records = read(run.metrics_path)
     except DataError as error:
         return f'<p class="fail">{escape(str(error))}</p>'
+    for session in (read_manifest(run.manifest_path("train")) or {}).get("sessions", [])[:1]:
+        records.insert(0, {"step": session.get("from_step"), "tau": session.get("tau_at_start")})
     figures = []
-    for title, names in _CURVES:
-        points = _points(records, names)
-        if points:
-            figures.append(f"<figure><figcaption>{escape(title)}</figcaption>{_curve(points, title)}</figure>")
+    for title, lines in _CURVES:
+        found = {name: _points(records, keys) for name, keys in lines.items()}
+        if any(found.values()):
+            chart = _chart({name: points for name, points in found.items() if points}, title)
+            figures.append(f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>")
     return "".join(figures) or '<p class="quiet">No step was logged yet.</p>'
 
 
-def _points(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[float, float]]:
+def _points(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[float, float]]:
     """Return (step, value) of the finite values; a not finite loss is a gate's business, not a picture's."""
     points = []
     for record in records:
-        value = next((record[name] for name in names if name in record), None)
         step = record.get("step")
+        value: Any = record
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
         if _is_number(value) and _is_number(step):
             points.append((float(step), float(value)))
     return points
@@ -135,13 +145,19 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _curve(points: Sequence[tuple[float, float]], title: str, *, most: int = 400) -> str:
-    """Return a line chart of 860 by 220 units. More than `most` points are averaged in groups of neighbours."""
+def _thinned(points: Points, most: int) -> Points:
+    """Return at most `most` points; more are averaged in groups of neighbours."""
     group = -(-len(points) // most)
-    points = [_mean(points[start : start + group]) for start in range(0, len(points), group)]
+    return [_mean(points[start : start + group]) for start in range(0, len(points), group)]
+
+
+def _chart(series: Mapping[str, Points], title: str, *, most: int = 400) -> str:
+    """Return a chart of 860 by 220 units with a line for each series, of `most` points at most; several are named."""
+    series = {name: _thinned(points, most) for name, points in series.items()}
+    everything = [point for points in series.values() for point in points]
     left, right, top, bottom = 70.0, 850.0, 12.0, 190.0
-    x_low, x_high = points[0][0], points[-1][0]
-    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
+    x_low, x_high = min(x for x, _ in everything), max(x for x, _ in everything)
+    y_low, y_high = min(y for _, y in everything), max(y for _, y in everything)
     if y_low == y_high:
         y_low, y_high = y_low - 0.5, y_high + 0.5
     x_span = (x_high - x_low) or 1.0
@@ -159,18 +175,27 @@ def _curve(points: Sequence[tuple[float, float]], title: str, *, most: int = 400
         lines.append(f'<text x="{left - 8}" y="{at_y(y) + 4:.1f}" text-anchor="end">{escape(_axis(y))}</text>')
     for x, anchor in ((x_low, "start"), (x_high, "end")):
         lines.append(f'<text x="{at_x(x):.1f}" y="{bottom + 20}" text-anchor="{anchor}">step {x:.0f}</text>')
-    path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points)
-    if len(points) == 1:
-        lines.append(f'<circle cx="{at_x(points[0][0]):.1f}" cy="{at_y(points[0][1]):.1f}" r="3" fill="#2457a6"/>')
-    lines.append(f'<polyline points="{path}" fill="none" stroke="#2457a6" stroke-width="1.8"/>')
-    label = f"{title}: from {shown(points[0][1])} at step {x_low:.0f} to {shown(points[-1][1])} at step {x_high:.0f}"
+    labels = []
+    for number, ((name, points), (colour, dashes)) in enumerate(zip(series.items(), _STROKES, strict=False)):
+        path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points)
+        if len(points) == 1:
+            lines.append(f'<circle cx="{at_x(points[0][0]):.1f}" cy="{at_y(points[0][1]):.1f}" r="3" fill="{colour}"/>')
+        lines.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dashes}"/>'
+        )
+        if len(series) > 1:
+            x = (left + right) / 2 + 110 * (number - (len(series) - 1) / 2)
+            text = f'x="{x:.0f}" y="{bottom + 20}" text-anchor="middle" fill="{colour}"'
+            lines.append(f"<text {text}>{escape(name)}</text>")
+        labels.append(f"{name} from {shown(points[0][1])} to {shown(points[-1][1])}".strip())
+    label = f"{title}: {', '.join(labels)}, steps {x_low:.0f} to {x_high:.0f}"
     return (
         f'<svg viewBox="0 0 860 220" role="img" aria-label="{escape(label)}" font-size="12" fill="#555">'
         f"{''.join(lines)}</svg>"
     )
 
 
-def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _mean(points: Points) -> tuple[float, float]:
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 

@@ -83,10 +83,18 @@ class CachedFeatures:
 
     def __call__(self, worker: int, batch: MicroBatch, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         out_bSC = torch.zeros(size, batch.bucket, self._width, dtype=dtype)
-        for row, index in enumerate(batch.indices):
-            found = self._shards(index)
-            out_bSC[row, : len(found)] = found
+        for row, held in enumerate(batch.samples):
+            for sample, first in held:
+                found = self._shards(sample)
+                out_bSC[row, first : first + len(found)] = found
         return out_bSC.to(device, non_blocking=True)
+
+
+def target_features(target: Any, batch: MicroBatch, layer_ids: tuple[int, ...], final_state: bool) -> Tensor:
+    """Return the target's features (b, S, X) of a micro-batch, on the target's device."""
+    positions = None if batch.starts_bN is None else batch.positions_bS.to(target.device)
+    tokens = batch.tokens_bS.to(target.device)
+    return extract_features(target, tokens, layer_ids, positions, final_state=final_state)
 
 
 class OnlineFeatures:
@@ -97,9 +105,16 @@ class OnlineFeatures:
     """
 
     def __init__(
-        self, target: Any, layer_ids: tuple[int, ...], gate: CompileGate, num_workers: int, depth: int = 2
+        self,
+        target: Any,
+        layer_ids: tuple[int, ...],
+        gate: CompileGate,
+        num_workers: int,
+        *,
+        depth: int = 2,
+        final_state: bool = False,
     ) -> None:
-        self._target, self._layer_ids, self._gate = target, layer_ids, gate
+        self._target, self._layer_ids, self._gate, self._final_state = target, layer_ids, gate, final_state
         self._queues: list[queue.Queue[Tensor]] = [queue.Queue(depth) for _ in range(num_workers)]
         self.stopping = threading.Event()
         self.seconds_target_waited = 0.0
@@ -111,7 +126,7 @@ class OnlineFeatures:
                 if self.stopping.is_set():
                     return
                 with self._gate.step():
-                    features = extract_features(self._target, batch.tokens_bS.to(self._target.device), self._layer_ids)
+                    features = target_features(self._target, batch, self._layer_ids, self._final_state)
                 start = time.perf_counter()
                 try:
                     self._hand_over(self._queues[worker].put, features)

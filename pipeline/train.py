@@ -18,21 +18,22 @@ from dflash.compile import CompileGate, CompileMiss, GateAborted
 from dflash.compile.counters import disk_counts
 from dflash.config import SLIDING
 from dflash.config_json import to_json
-from pipeline.batches import BatchPlan, Collator, MicroBatch, StepBatch
+from pipeline.batches import Collator, MicroBatch, StepBatch, plan_of
 from pipeline.cache import CachedData, load_cached
 from pipeline.checkpoints import check_contract, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 from pipeline.compile_lock import cache_folder, compiling, explained
 from pipeline.errors import Interrupted, PipelineError, VerificationFailed
+from pipeline.held_out import HeldOutTau
 from pipeline.interrupts import StopRequest
 from pipeline.metrics import MetricsLog, Progress
 from pipeline.optim import learning_rate
-from pipeline.replica import DTYPES, Borrowed, Replica, new_drafter
+from pipeline.replica import DTYPES, Borrowed, Replica, feature_width, new_drafter
 from pipeline.runs import Run
 from pipeline.targets import load_target
 from pipeline.topology import CachedFeatures, GradientExchange, OnlineFeatures
 from pipeline.warmup import set_threads
 
-UNBOUND = {"checkpoint_every", "keep_checkpoints", "log_every", "head_chunk_rows"}
+UNBOUND = {"checkpoint_every", "evaluate_every", "keep_checkpoints", "log_every", "head_chunk_rows"}
 """Fields of the train section that a resumed run may change: they do not touch what is computed."""
 
 
@@ -63,9 +64,7 @@ class Trainer:
         config = self.config
         devices = [torch.device(name) for name in config.topology.drafters]
         set_threads(len(devices), devices[0])
-        self.plan = BatchPlan(
-            [len(s.input_ids) for s in data.samples], config.data.buckets, config.train.batch_size, config.seed
-        )
+        self.plan = plan_of(config, data.samples)
         self.collator = Collator(config, data.drafter, data.samples)
         self.gate = CompileGate(
             workers=len(devices), on_miss=config.compile.on_miss, backend=config.compile.backend, log=self._say
@@ -84,8 +83,10 @@ class Trainer:
             Replica(f"drafter-{i}", config, data.drafter, start, shared[d], d, self.gate) for i, d in enumerate(devices)
         ]
         self.exchange = GradientExchange(self.replicas)
-        self.online = OnlineFeatures(target, data.drafter.target_layer_ids, self.gate, len(devices)) if online else None
-        self.features = self.online or CachedFeatures(_required(data.features), data.drafter.feature_size)
+        self.online = self._beside(target) if online else None
+        self.features = self.online or CachedFeatures(_required(data.features), feature_width(config, data.drafter))
+        self.held_out = HeldOutTau(config, data, target) if config.train.evaluate_every else None
+        self._tau_at_start: dict[str, Any] | None = None
         self.metrics = MetricsLog(run.metrics_path)
         self.step = 0
         self.sessions: list[dict[str, Any]] = []
@@ -95,6 +96,11 @@ class Trainer:
         self._tokens_since = 0
         self._replicas_equal = True
         self._resume()
+
+    def _beside(self, target: Any) -> OnlineFeatures:
+        soft = bool(self.config.train.soft_weight)
+        layer_ids = self.data.drafter.target_layer_ids
+        return OnlineFeatures(target, layer_ids, self.gate, len(self.config.topology.drafters), final_state=soft)
 
     # -- resume and save ---------------------------------------------------------------------------------------------
 
@@ -107,6 +113,7 @@ class Trainer:
             "drafter": {k: v for k, v in to_json(d).items() if k != "dtype"},
             "train": self.config.train.model_dump(mode="json", exclude=UNBOUND),
             "buckets": list(self.config.data.buckets),
+            "samples_per_row": self.config.data.samples_per_row,
             "seed": self.config.seed,
         }
 
@@ -139,6 +146,7 @@ class Trainer:
             "from_step": self._session_start,
             "to_step": self.step,
             "warmup_seconds": round(self.warmup_seconds, 2),
+            "tau_at_start": self._tau_at_start,
             "gate": self.gate.report(),
             **disk_counts(self._counts_before),
             "replicas_equal": self._replicas_equal,
@@ -201,7 +209,10 @@ class Trainer:
             self.gate.warm_up(replica.warm_up)
             if index == 0:
                 self.warmup_seconds = time.perf_counter() - begin
+                if self.held_out:  # before the steps, so that later evaluations find their memory reserved
+                    self._tau_at_start = self.held_out(replica)
                 self._last = time.perf_counter()
+            self.exchange.rendezvous.wait()
             for step in range(self.step, config.train.steps):
                 batch = self.plan.step(step)
                 sums = torch.zeros(4 + 4 * self.data.drafter.block_size, device=replica.device)
@@ -248,13 +259,14 @@ class Trainer:
         self.step = step
         last = step == config.steps
         stopping = self._stop.requested
-        self._tokens_since += sum(len(self.data.samples[i].input_ids) for i in batch.indices)
-        logging = step % config.log_every == 0 or last or stopping
+        self._tokens_since += self.collator.num_tokens(batch.indices)
+        evaluating = bool(config.evaluate_every) and (step % config.evaluate_every == 0 or last)
+        logging = step % config.log_every == 0 or last or stopping or evaluating
         saving = step % config.checkpoint_every == 0 or last or stopping
         if logging or saving:
             _check_finite(step, total, norm)
         if logging:
-            self._log_step(step, batch, total.tolist(), float(norm), rate)
+            self._log_step(step, batch, total.tolist(), float(norm), rate, evaluating)
         if saving:
             begin = time.perf_counter()
             self._save()
@@ -262,13 +274,16 @@ class Trainer:
         if stopping:
             self._stop_at_step = step
 
-    def _log_step(self, step: int, batch: StepBatch, sums: list[float], norm: float, rate: float) -> None:
+    def _log_step(
+        self, step: int, batch: StepBatch, sums: list[float], norm: float, rate: float, evaluating: bool
+    ) -> None:
         K = self.data.drafter.block_size
         numerator, denominator, accepted, blocks = sums[:4]
         loss = numerator / denominator
         now = time.perf_counter()
         rate_tokens = self._tokens_since / (now - self._last)
-        self._last, self._tokens_since = now, 0
+        tau = {"tau": self.held_out(self.replicas[0])} if self.held_out and evaluating else {}
+        self._last, self._tokens_since = time.perf_counter(), 0  # an evaluation is not training's time
         correct, counts, runs, reached = (sums[4 + i * K : 4 + (i + 1) * K] for i in range(4))
         report = self.gate.report()
         record = {
@@ -281,6 +296,7 @@ class Trainer:
             "accepted_length": 1 + accepted / blocks if blocks else math.nan,
             "slot_accuracy": _ratios(correct, counts),
             "slot_conditional_accuracy": _ratios(runs, reached),
+            **tau,
             "supervised_slots": int(sum(counts)),
             "compiles_after_warmup": report["compiles_after_warmup"],
             "eager_bodies": report["eager_bodies"],

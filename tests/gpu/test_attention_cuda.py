@@ -1,6 +1,6 @@
 """Compiled flex attention, the compiled drafter and the head's loss on a real GPU, against dense references.
 
-Four configurations are compiled, each forward and backward; a cold compile costs tens of seconds.
+Five configurations are compiled, each forward and backward; a cold compile costs tens of seconds.
 Run with `python -m pytest tests/gpu -m gpu`.
 """
 
@@ -21,6 +21,7 @@ from dflash.acceptance import layer_masks
 from dflash.attention import block_attention, build_mask
 from dflash.masks import MaskLayout
 from dflash.objective import Weighting, head_loss, make_rows
+from dflash.soft_labels import Teacher
 from tests.drafters import random_drafter
 
 pytestmark = pytest.mark.gpu
@@ -37,12 +38,17 @@ class Case:
     batch: int
     head_dim: int
     limit: float
+    document_len: int | None = None
+    """Rows are packed with documents of so many tokens; None: one document a row."""
 
 
 CASES = {
     "float32, full, Q 208": Case(torch.float32, MaskLayout(300, 16), 13, 2, 2, 64, 1e-5),
     "bf16, sliding and causal, Q 640": Case(torch.bfloat16, MaskLayout(1000, 10, 200, True), 64, 9, 1, 64, 1e-2),
     "bf16, full, Q 1000": Case(torch.bfloat16, MaskLayout(1024, 8), 125, 30, 2, 128, 1e-2),
+    "bf16, packed, anchor window, Q 640": Case(
+        torch.bfloat16, MaskLayout(1000, 10, 100, True, "anchor"), 64, 9, 2, 64, 1e-2, document_len=230
+    ),
 }
 
 
@@ -54,6 +60,11 @@ def _anchors(case: Case, seed: int) -> Tensor:
         drawn = torch.randperm(case.layout.context_len - 1, generator=generator)[: case.num_anchors - case.num_empty]
         rows.append(torch.cat((drawn.sort().values, torch.zeros(case.num_empty, dtype=torch.long))))
     return torch.stack(rows).cuda()
+
+
+def _mask(case: Case, anchors: Tensor, implementation: str) -> Any:
+    starts = None if case.document_len is None else anchors // case.document_len * case.document_len
+    return build_mask(anchors, case.layout, implementation, starts)
 
 
 def _leaves(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +79,7 @@ def _leaves(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 def _run(attention: Any, case: Case, anchors: Tensor, implementation: str, dtype: torch.dtype) -> list[Tensor]:
     """Return the output and the gradients of q, k and v as float64."""
     leaves = [tensor.to(dtype).requires_grad_() for tensor in _leaves(case)]
-    out = attention(*leaves, build_mask(anchors, case.layout, implementation), implementation)
+    out = attention(*leaves, _mask(case, anchors, implementation), implementation)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
     return [tensor.detach().double() for tensor in (out, *torch.autograd.grad(out, leaves, upstream))]
 
@@ -177,14 +188,20 @@ def _no_host_sync() -> Iterator[None]:
 
 @pytest.mark.parametrize("weighting", [Weighting("decay"), Weighting("dpace")], ids=["decay", "dpace"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_the_loss_waits_for_no_result_on_the_host(weighting: Weighting, softcap: float | None) -> None:
+@pytest.mark.parametrize("soft_weight", [0.0, 0.5])
+def test_the_loss_waits_for_no_result_on_the_host(
+    weighting: Weighting, softcap: float | None, soft_weight: float
+) -> None:
     """`.item()` on the hot path was measured to cost (SpecForge#715)."""
     states, head, labels, valid = _loss_problem(torch.bfloat16)
     rows = make_rows(labels, valid, 300).to("cuda")
     ours = states.requires_grad_()
 
     def step() -> Tensor:
-        sums = head_loss(ours[rows.index_R], head, rows, weighting, softcap=softcap)
+        teacher = Teacher(state_RD=ours.detach()[rows.index_R], multiplier=1.0, softcap=softcap)
+        sums = head_loss(
+            ours[rows.index_R], head, rows, weighting, softcap=softcap, soft_weight=soft_weight, teacher=teacher
+        )
         (sums.numerator / sums.denominator).backward()
         return sums.vector()
 
@@ -196,10 +213,11 @@ def test_the_loss_waits_for_no_result_on_the_host(weighting: Weighting, softcap:
     assert sums.isfinite().all()
 
 
-def test_building_the_flex_mask_waits_for_no_result_on_the_host() -> None:
+@pytest.mark.parametrize("name", ["bf16, full, Q 1000", "bf16, packed, anchor window, Q 640"])
+def test_building_the_flex_mask_waits_for_no_result_on_the_host(name: str) -> None:
     """Most trainers rebuild the mask each step with host syncs (anatomy 8)."""
-    case = replace(CASES["bf16, full, Q 1000"], batch=1)
+    case = replace(CASES[name], batch=1)
     anchors = _anchors(case, seed=0)
-    build_mask(anchors, case.layout, "flex")
+    _mask(case, anchors, "flex")
     with _no_host_sync():
-        build_mask(anchors, case.layout, "flex")
+        _mask(case, anchors, "flex")

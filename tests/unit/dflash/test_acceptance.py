@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash.acceptance import chained_walk, drafted_at, pooled_tau
+from dflash import acceptance
+from dflash.acceptance import TextDrafts, chained_walk, draft_text, drafted_at, estimate_tau, pooled_tau
 from dflash.anchors import build_blocks, eligible_anchors
 from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode
 from dflash.model import DFlashDraftModel
@@ -36,6 +37,10 @@ class _Setting:
 
     def features(self, tokens: list[int]) -> Tensor:
         return extract_features(self.target, torch.tensor([tokens]), (1, 3))
+
+    def drafts(self, drafter: DFlashDraftModel, prompt: list[int], answer: list[int]) -> TextDrafts:
+        tokens = [*prompt, *answer]
+        return draft_text(drafter, self.features(tokens), tokens, len(prompt), self.embed, self.head)
 
     def walk(self, drafter: DFlashDraftModel, prompt: list[int], answer: list[int]) -> list[int]:
         tokens = [*prompt, *answer]
@@ -180,3 +185,121 @@ def test_pooled_tau_by_hand() -> None:
     assert pooled_tau([11], [5]) == 2.0
     assert math.isnan(pooled_tau([1, 1], [0, 0]))
     assert math.isnan(pooled_tau([], []))
+
+
+# -- the proxies -------------------------------------------------------------------------------------------------------
+
+
+def test_the_estimates_of_hits_by_hand() -> None:
+    """Anatomy 2.6: TorchSpec's and speculators' product of marginals, plus 1; uniform anchors are block-exact.
+
+    Three anchors and three slots, so the text has four tokens: slot 2 of the last anchor but one is the last token.
+    """
+    hits = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
+    found = estimate_tau([TextDrafts(hits)])
+    assert found.chained == 3.0  # one call accepts two tokens and emits three
+    assert found.uniform == 1 + (2 + 2 + 0) / 3  # the cut anchors count, with what the text shows
+    assert found.marginals == pytest.approx(1 + 2 / 3 + 2 / 3 * 2 / 2 + 2 / 3 * 2 / 2 * 0 / 1)
+    # Two texts are pooled by count, and one without an anchor adds nothing.
+    other, empty = TextDrafts(torch.tensor([[False] * 3])), TextDrafts(torch.zeros(0, 3, dtype=torch.bool))
+    both = estimate_tau([TextDrafts(hits), empty, other])
+    assert (both.chained, both.uniform) == (4 / 2, 1 + 4 / 4)
+    assert both.marginals == pytest.approx(1 + 2 / 4 + 2 / 4 * 2 / 2)
+    assert all(math.isnan(value) for value in vars(estimate_tau([empty])).values())
+
+
+def test_a_hit_after_a_miss_is_not_accepted() -> None:
+    drafts = TextDrafts(torch.tensor([[True, False, True], [False, True, True], [True, True, True]]))
+    assert drafts.accepted == [1, 0, 3]
+    assert drafts.walk() == [1, 3]
+
+
+def test_misses_in_clusters_make_both_proxies_too_high(setting: _Setting) -> None:
+    """Right in the first half of the answer, wrong in the second: decoding runs through the one and crawls through the
+    other, which an average over all anchors weighs alike."""
+    prompt, answer = PROMPTS[0], setting.answers[0]
+    wrong = range(len(prompt) + 13, len(prompt) + 25)
+    drafter = OracleDrafter(drafter_config(block_size=8), [*prompt, *answer], setting.head, wrong)
+    drafts = setting.drafts(drafter, prompt, answer)
+    assert drafts.walk() == [7, 4] + [0] * 11
+    assert drafts.accepted == [7] * 6 + [6, 5, 4, 3, 2, 1, 0] + [0] * 11
+    found = estimate_tau([drafts])
+    assert found.chained == 24 / 13
+    assert found.uniform == 1 + 63 / 24
+    assert found.chained < found.marginals < found.uniform
+    decoded = speculative_decode(setting.target, drafter, prompt, max_new_tokens=NUM_TOKENS, eos_ids=())
+    assert decoded.tau == found.chained
+
+
+def test_misses_at_the_rhythm_of_the_blocks_make_both_proxies_too_low(setting: _Setting) -> None:
+    """Each miss is the token that the target gives for free: decoding stands right on it, uniform anchors do not."""
+    prompt, answer = PROMPTS[0], setting.answers[0]
+    wrong = [len(prompt) + index for index in (8, 16, 24)]
+    drafter = OracleDrafter(drafter_config(block_size=8), [*prompt, *answer], setting.head, wrong)
+    drafts = setting.drafts(drafter, prompt, answer)
+    assert drafts.walk() == [7, 7, 7]
+    found = estimate_tau([drafts])
+    assert (found.chained, found.uniform) == (8.0, 4.5)
+    assert found.uniform < found.marginals < found.chained
+    decoded = speculative_decode(setting.target, drafter, prompt, max_new_tokens=NUM_TOKENS, eos_ids=())
+    assert decoded.tau == found.chained
+
+
+def test_the_chained_estimate_is_the_tau_of_decoding_and_no_proxy_is(
+    setting: _Setting, trained: DFlashDraftModel
+) -> None:
+    drafts = [setting.drafts(trained, p, a) for p, a in zip(PROMPTS, setting.answers, strict=True)]
+    decoded = [speculative_decode(setting.target, trained, p, max_new_tokens=NUM_TOKENS, eos_ids=()) for p in PROMPTS]
+    found = estimate_tau(drafts)
+    served = pooled_tau([len(d.tokens) for d in decoded], [len(d.accepted) for d in decoded])
+    assert found.chained == served
+    assert abs(found.uniform - served) > 0.02
+    assert abs(found.marginals - served) > 0.02
+
+
+def test_uniform_is_the_accepted_length_that_training_logs_when_all_anchors_are_drawn(
+    setting: _Setting, trained: DFlashDraftModel
+) -> None:
+    """verl-SpeCo#62: blocks that the text's end cuts count in the denominator, with a capped numerator."""
+    prompt, answer = PROMPTS[3], setting.answers[3]
+    tokens = torch.tensor([*prompt, *answer])
+    supervised = torch.arange(len(tokens)) >= len(prompt)
+    anchors = eligible_anchors(supervised.numpy())
+    blocks = build_blocks(
+        tokens.numpy(), supervised.numpy(), anchors, num_anchors=len(anchors), block_size=5, mask_token_id=MASK_ID
+    )
+    noise = F.embedding(torch.from_numpy(blocks.noise_NK), setting.embed).flatten(0, 1)[None]
+    positions = (torch.from_numpy(anchors)[:, None] + torch.arange(5)).reshape(1, -1)
+    rows = make_rows(torch.from_numpy(blocks.labels_NK), torch.from_numpy(blocks.valid_NK), 1000)
+    features = setting.features(tokens.tolist())
+    states = training_states(trained, features, noise, positions, anchors.tolist()).flatten(0, 1)
+    sums = head_loss(states[rows.index_R].detach(), setting.head, rows, Weighting("decay", gamma=4.0))
+    drafts = setting.drafts(trained, prompt, answer)
+    assert sum(drafts.accepted) > 0
+    assert 1 + float(sums.accepted / sums.blocks) == pytest.approx(estimate_tau([drafts]).uniform)
+
+
+def test_drafting_in_pieces_changes_nothing_and_bounds_the_mask_and_the_logits(
+    setting: _Setting, trained: DFlashDraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, answer = PROMPTS[2], setting.answers[2]
+    whole = setting.drafts(trained, prompt, answer)
+    masks, logits = list[int](), list[int]()
+    made_masks, made_logits = acceptance.layer_masks, acceptance.head_logits
+
+    def noted_masks(drafter: Any, anchors_bN: Tensor, *rest: Any) -> Any:
+        masks.append(anchors_bN.shape[1])
+        return made_masks(drafter, anchors_bN, *rest)
+
+    def noted_logits(states: Tensor, *rest: Any) -> Tensor:
+        logits.append(len(states))
+        return made_logits(states, *rest)
+
+    monkeypatch.setattr(acceptance, "layer_masks", noted_masks)
+    monkeypatch.setattr(acceptance, "head_logits", noted_logits)
+    monkeypatch.setattr(acceptance, "ANCHORS_AT_ONCE", 7)
+    monkeypatch.setattr(acceptance, "HEAD_ROWS", 10)
+    pieces = setting.drafts(trained, prompt, answer)
+    assert torch.equal(pieces.hits_Nk, whole.hits_Nk)
+    assert masks == [7, 7, 7, 3]
+    assert sum(logits) == 24 * 4 and max(logits) == 10

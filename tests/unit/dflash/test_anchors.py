@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -120,23 +118,3 @@ def test_more_anchors_than_places_are_refused() -> None:
     build_blocks(tokens, supervised, np.array([1, 2, 3]), num_anchors=3, block_size=4, mask_token_id=MASK)
     with pytest.raises(ValueError, match="3 anchors do not fit in 2 places"):
         build_blocks(tokens, supervised, np.array([1, 2, 3]), num_anchors=2, block_size=4, mask_token_id=MASK)
-
-
-def test_no_block_takes_labels_from_the_next_document() -> None:
-    tokens, supervised = np.arange(10, 18), np.ones(8, dtype=bool)
-    document = np.array([0, 0, 0, 0, 1, 1, 1, 1])
-    anchors = eligible_anchors(supervised, document)
-    assert anchors.tolist() == [0, 1, 2, 4, 5, 6]
-    assert 3 in eligible_anchors(supervised)
-    settings: dict[str, Any] = {"num_anchors": 6, "block_size": 4, "mask_token_id": MASK}
-    blocks = build_blocks(tokens, supervised, anchors, document_T=document, **settings)
-    assert blocks.valid_NK.tolist() == [
-        [False, True, True, True],
-        [False, True, True, False],
-        [False, True, False, False],
-        [False, True, True, True],
-        [False, True, True, False],
-        [False, True, False, False],
-    ]
-    unguarded = build_blocks(tokens, supervised, anchors, **settings)
-    assert unguarded.valid_NK[2].tolist() == [False, True, True, True]

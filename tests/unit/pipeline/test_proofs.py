@@ -53,9 +53,11 @@ def decoded(target: Any, drafter: DFlashDraftModel) -> DecodedSet:
     return found
 
 
-def _leaky_masks(model: Any, anchors_bN: Tensor, context_len: int, implementation: str) -> list[Any]:
+def _leaky_masks(
+    model: Any, anchors_bN: Tensor, context_len: int, implementation: str, starts_bN: Tensor | None = None
+) -> list[Any]:
     """The mistake that a mask can make most easily: the context reaches up to the anchor itself."""
-    return layer_masks(model, anchors_bN + 1, context_len, implementation)
+    return layer_masks(model, anchors_bN + 1, context_len, implementation, starts_bN)
 
 
 def test_a_difference_that_is_no_number_is_infinite() -> None:
@@ -117,22 +119,46 @@ def test_an_export_with_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
     assert "lm_head.weight" in gate.detail
 
 
-def test_the_compiled_step_is_the_plain_one_unless_its_mask_leaks(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # name: (train, data, drafter)
+    "two buckets, dpace": ({"loss": "dpace"}, {"buckets": [18, 64], "max_prompt_tokens": 2}, {}),
+    "packed, soft labels": ({"soft_weight": 0.7}, {"samples_per_row": 3}, {}),
+    "multiplier and softcap, mixed layers": (
+        {"soft_weight": 1.0, "loss": "dpace"},
+        {},
+        {
+            "output_multiplier": 1.7,
+            "final_logit_softcapping": 20.0,
+            "input_embedding_scale": 3.0,
+            "layer_types": ("sliding_attention", "full_attention"),
+            "sliding_window": 5,
+            "is_causal": None,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_compiled_step_is_the_plain_one_unless_its_mask_leaks(
+    target: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    train, data_changes, changes = STEPS[name]
     config = tiny_config(
-        train={"batch_size": 2, "micro_batch": 2, "loss": "dpace", "num_anchors": 4},
-        data={"buckets": [18, 64], "max_prompt_tokens": 9, "features": "online"},
+        train={"batch_size": 2, "micro_batch": 2, "num_anchors": 4, **train},
+        data={"buckets": [64], "features": "online", **data_changes},
     )
     data = CachedData(
         target=TargetFolder(path=Path("unused"), identity="", name=""),
-        drafter=drafter_config(),
+        drafter=drafter_config(**changes),
         samples=made_up_samples(8),
         features=None,
         answers_key="",
         prompts={},
     )
     cpu = torch.device("cpu")
-    gate = compiled_equals_dense(config, data, target, random_drafter(), cpu)
+    gate = compiled_equals_dense(config, data, target, random_drafter(**changes), cpu)
     assert gate.holds
-    assert "2 of 2 buckets" in gate.detail
+    count = len(config.data.buckets)
+    assert f"{count} of {count} buckets" in gate.detail
     monkeypatch.setattr(replica, "layer_masks", _leaky_masks)
-    assert not compiled_equals_dense(config, data, target, random_drafter(), cpu).holds
+    assert not compiled_equals_dense(config, data, target, random_drafter(**changes), cpu).holds

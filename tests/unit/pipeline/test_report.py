@@ -112,6 +112,35 @@ def test_a_falling_loss_falls_on_the_page(tmp_path: Path) -> None:
     assert line == "70.0,12.0 850.0,190.0"  # SVG counts y downwards
 
 
+def test_tau_and_its_proxies_share_a_chart_that_begins_before_the_first_step(tmp_path: Path) -> None:
+    run = open_run(CONFIG, tmp_path, {})
+    log = MetricsLog(run.metrics_path)
+    tau = {"chained": 2.0, "uniform": 3.0, "marginals": 2.5, "prompts": 8}
+    log.append({"step": 1, "tokens_per_second": 900})
+    log.append({"step": 50, "tau": tau})
+    log.append({"step": 100, "tau": {**tau, "chained": 4.0, "uniform": math.nan}})
+    chart = (
+        "Tau on held-out text: chained from {} to 4, uniform from {} to 3, marginals from {} to 2.5, steps {} to 100"
+    )
+    labels = [value for name, value in _page(run).attributes if name == "aria-label"]
+    assert labels[0] == chart.format(2, 3, 2.5, 50)
+
+    session = {"from_step": 0, "tau_at_start": dict.fromkeys(tau, 1.0)}
+    atomic_write_json(run.manifest_path("train"), {"sessions": [session, {"from_step": 60, "tau_at_start": tau}]})
+    page = _page(run)
+    assert chart.format(1, 1, 1, 0) in [value for name, value in page.attributes if name == "aria-label"]
+    lines = [str(value).split() for name, value in page.attributes if name == "points"]
+    assert [len(line) for line in lines] == [3, 2, 3, 1]
+    assert lines[0] == ["70.0,190.0", "460.0,130.7", "850.0,12.0"]
+    assert all(name in page.text for name in ("chained", "uniform", "marginals"))
+
+
+def test_a_run_that_never_measured_tau_has_no_chart_of_it(tmp_path: Path) -> None:
+    run = _finished_run(tmp_path)
+    atomic_write_json(run.manifest_path("train"), {"sessions": [{"from_step": 0, "tau_at_start": None}]})
+    assert "Tau on held-out text" not in _page(run).text
+
+
 @pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0}], [{"step": 1, "loss": math.nan}], [{"event": "x"}]])
 def test_a_run_that_has_hardly_begun_gets_a_page_too(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     run = open_run(CONFIG, tmp_path, {})

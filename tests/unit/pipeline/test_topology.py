@@ -180,7 +180,7 @@ LAYERS = (1, 3)
 
 def _online(num_workers: int, depth: int = 2, target: Any = None) -> OnlineFeatures:
     gate = CompileGate(workers=num_workers, backend="aot_eager")
-    return OnlineFeatures(target or tiny_model(), LAYERS, gate, num_workers, depth)
+    return OnlineFeatures(target or tiny_model(), LAYERS, gate, num_workers, depth=depth)
 
 
 def test_online_features_are_those_of_the_target_in_the_order_of_use() -> None:
