@@ -53,6 +53,7 @@ def load_drafter(
     Raises DFlashError naming the file for a missing, unknown or misshapen tensor or key.
     """
     config = read_config(folder)
+    refuse_mask_embedding(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
@@ -64,6 +65,14 @@ def load_drafter(
     model.load_state_dict(tensors)
     stored = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))  # norms may be wider
     return model.to(device=device, dtype=dtype or stored).eval()
+
+
+def refuse_mask_embedding(folder: Path) -> None:
+    """Raise DFlashError if a mask row of its own lies beside the weights (MiMo's drafters; vLLM takes it)."""
+    path = folder / "mask_embedding.pt"
+    if path.exists():
+        fix = "Only drafters whose mask token is a row of the target's embedding are read."
+        raise DFlashError("holds a mask embedding that is not the target's", where=str(path), fix=fix)
 
 
 def read_config(folder: Path) -> DrafterConfig:

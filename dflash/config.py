@@ -78,6 +78,27 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL,) * self.num_hidden_layers)
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "num_target_layers",
+            "max_position_embeddings",
+            "rope_theta",
+            "rms_norm_eps",
+            "output_multiplier",
+            "input_embedding_scale",
+        ):
+            self._require(getattr(self, key) > 0, key, f"{getattr(self, key)} is not above 0")
+        if self.is_causal is None and FULL not in self.layer_types:
+            object.__setattr__(self, "is_causal", True)  # what it means; a config should say what is meant
+        window = self.sliding_window
+        self._require(window is None or window > 0, "sliding_window", f"{window} is not above 0")
+        self._require(self.head_dim % 2 == 0, "head_dim", f"{self.head_dim} is odd, and RoPE turns pairs")
         self._require(self.block_size >= 2, "block_size", "must be at least 2: one anchor and one drafted token")
         self._require(
             0 <= self.mask_token_id < self.vocab_size,

@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash.config import SLIDING, DrafterConfig, read_rope_theta
 from dflash.errors import DFlashError
+from dflash.strict import FIX, PLAIN, refuse_other_numbers
 
 _INNER_KEYS = {
     "mask_token_id",
@@ -22,18 +23,14 @@ _INNER_KEYS = {
     "output_multiplier",
     "final_logit_softcapping",
     "window_reading",
+    "use_swa",
 }
 """What dflash_config may hold for a plain drafter; anything else would change numbers that we do not compute."""
 
 _LOGIT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
-PLAIN: dict[str, Any] = {
-    "use_swa": False,
-    "sample_from_anchor": False,
-    "shift_label": False,
-}
-"""Keys of dflash_config that other projects write, with the only value this implementation computes."""
-
+EITHER_PLACE = ("mask_token_id", "target_layer_ids", *_LOGIT_KEYS)
+"""Keys of dflash_config that some readers look for at the top level first."""
 
 _WHOLE, _NUMBER, _SWITCH = "a whole number", "a number", "true or false"
 _KINDS = {
@@ -126,31 +123,28 @@ def from_json(data: dict[str, Any]) -> DrafterConfig:
             )
     if not block_sizes:
         raise DFlashError("is missing", where="block_size", fix="The drafter's export must name it.")
+    refuse_other_numbers(data)
     unknown = inner.keys() - _INNER_KEYS - PLAIN.keys()
     if unknown:
-        raise DFlashError(
-            "is not supported",
-            where=f"dflash_config.{min(unknown)}",
-            fix="Successors of DFlash need their own code.",
-        )
-    for key in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
-        # vLLM reads these before dflash_config's, so a file that has them may mean other layers than it says.
-        if data.get(key) is not None:
-            raise DFlashError("stands at the top level", where=key, fix="Name the taps in dflash_config only.")
+        raise DFlashError("is not known", where=f"dflash_config.{min(unknown)}", fix=FIX)
+    for key in EITHER_PLACE:
+        if data.get(key) not in (None, inner.get(key)):
+            both = f"is {data[key]!r}, and {inner.get(key)!r} in dflash_config"
+            raise DFlashError(both, where=key, fix="Keep the true one, in dflash_config.")
+    if data.get("eagle_aux_hidden_state_layer_ids") is not None:  # vLLM believes it before dflash_config
+        where = "eagle_aux_hidden_state_layer_ids"
+        raise DFlashError("names taps in another way", where=where, fix="Name them in dflash_config only.")
+    if None not in (data.get("num_target_layers"), inner.get("num_target_layers")) and (
+        data["num_target_layers"] != inner["num_target_layers"]
+    ):
+        both = f"is {data['num_target_layers']}, and {inner['num_target_layers']} in dflash_config"
+        raise DFlashError(both, where="num_target_layers", fix="Keep the true one.")
     refused = {"rope_scaling": None, "hidden_act": "silu", "attention_dropout": 0.0}
     for key, only in refused.items():
         if data.get(key, only) not in (only, None):
             raise DFlashError(f"{data[key]!r} is not supported", where=key, fix=f"Only {only!r} is.")
-    rope_type = (data.get("rope_parameters") or {}).get("rope_type", "default")
-    if rope_type != "default":
-        raise DFlashError(
-            f"{rope_type!r} is not supported", where="rope_parameters.rope_type", fix="Only 'default' is."
-        )
-    for key, plain in PLAIN.items():
-        if inner.get(key, plain) not in (plain, None):
-            raise DFlashError(
-                f"{inner[key]!r} is not supported", where=f"dflash_config.{key}", fix=f"Only {plain!r} is."
-            )
+    if inner.get("use_swa"):
+        raise DFlashError("True is not supported", where="dflash_config.use_swa", fix="Only layer_types is.")
     kind_of_layers = tuple(data.get("layer_types") or ())
     if data.get("use_sliding_window") and SLIDING not in kind_of_layers:
         raise DFlashError("names no sliding layer", where="layer_types", fix="Or set use_sliding_window to false.")

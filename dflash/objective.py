@@ -44,6 +44,10 @@ class Weighting:
     def __post_init__(self) -> None:
         if self.kind not in ("decay", "dpace"):
             raise DFlashError(f"{self.kind!r} is neither decay nor dpace", where="loss", fix="Use one of them.")
+        if not self.gamma > 0:
+            raise DFlashError(f"{self.gamma} is not above 0", where="gamma", fix="It is a decay length in slots.")
+        if not 0 <= self.alpha <= 1:
+            raise DFlashError(f"{self.alpha} is not in [0, 1]", where="dpace_alpha", fix="It is D-PACE's floor.")
 
     def slot_weights(self, loss_MK: Tensor, valid_MK: Tensor) -> Tensor:
         """Return w * m (M, K), float64 for float64 losses, else float32: zero at slot 0 and wherever a slot is not

@@ -78,7 +78,8 @@ def build_cache(run: Run) -> dict[str, Any]:
         if answers is None:
             answers = _write_answers(config, model(), tokenizer, rendered, answers_at, prompts.skipped_too_long)
     samples = check_supervised(read_samples(answers_at / "train.jsonl"))
-    check_mask_absent(samples, drafter.mask_token_id)
+    held_out, outside = (read_samples(answers_at / f"{name}.jsonl") for name in SETS[1:])
+    check_mask_absent([*samples, *held_out, *outside], drafter.mask_token_id)
 
     features_at: Path | None = None
     if config.data.features == "cached":
@@ -92,8 +93,7 @@ def build_cache(run: Run) -> dict[str, Any]:
         features_at = caches.data / f"features-{data_key(feature_factors)}"
         with building(features_at):
             if read_data_manifest(features_at) is None:
-                texts = [*samples, *read_samples(answers_at / "held_out.jsonl")]
-                _write_features(config, model(), texts, drafter, features_at)
+                _write_features(config, model(), [*samples, *held_out], drafter, features_at)
     del model
     counts = ("num_samples", "num_tokens", "supervised_share", "skipped_too_long", "answers_cut")
     return {

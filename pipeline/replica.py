@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
 from dflash.head import block_embeddings
 from dflash.model import DFlashDraftModel
-from dflash.objective import Weighting, default_gamma, head_loss
+from dflash.objective import Weighting, default_gamma, head_loss, make_rows
 from dflash.soft_labels import Teacher
 from pipeline.batches import Collator, MicroBatch
 from pipeline.config import RunConfig
@@ -149,11 +149,16 @@ def body_of(model: DFlashDraftModel, attention: str) -> Callable[..., Tensor]:
 
 
 def warm_batch(config: RunConfig, drafter: DrafterConfig, bucket: int) -> MicroBatch:
-    """Return a micro-batch of a declared shape, of made-up tokens, by the same collator that training uses."""
-    # Half prompt, half answer; ids stay clear of the mask token.
-    token = 0 if drafter.mask_token_id else 1
+    """Return a micro-batch of a declared shape, of made-up tokens, in which every slot of every place is supervised: no
+    batch of training needs more memory (speculators#979 ran out of it part-way through an epoch)."""
+    token = 0 if drafter.mask_token_id else 1  # clear of the mask token
     length = bucket // config.data.samples_per_row
-    mask = (np.arange(length) >= length // 2).tolist()
     count = config.train.micro_batch * config.data.samples_per_row
+    mask = (np.arange(length) > 0).tolist()
     samples = [Sample(id=f"warm-{i}", input_ids=[token] * length, loss_mask=mask) for i in range(count)]
-    return Collator(config, drafter, samples).collate(0, bucket, tuple(range(config.train.micro_batch)))
+    batch = Collator(config, drafter, samples).collate(0, bucket, tuple(range(config.train.micro_batch)))
+    valid_MK = torch.ones(batch.anchors_bN.numel(), drafter.block_size, dtype=torch.bool)
+    valid_MK[:, 0] = False
+    rows = make_rows(torch.full(valid_MK.shape, token), valid_MK, config.train.head_chunk_rows)
+    # Whole blocks stay inside the row, for the teacher's state of each slot.
+    return replace(batch, anchors_bN=batch.anchors_bN.clamp(max=max(0, bucket - drafter.block_size)), rows=rows)

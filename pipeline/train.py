@@ -160,6 +160,9 @@ class Trainer:
         self._stop = stop
         if self.step >= self.config.train.steps:
             return
+        drafter = self.data.drafter
+        if any(drafter.layer_causal(i) != (kind == SLIDING) for i, kind in enumerate(drafter.layer_types)):
+            self._say("train: SGLang runs full layers bidirectionally and sliding ones causally; this one differs.")
         threads = [
             threading.Thread(target=self._guarded, args=(self._work, i), name=r.name)
             for i, r in enumerate(self.replicas)
@@ -310,9 +313,6 @@ class Trainer:
 
     def export(self) -> None:
         """Write the drafter in the dtype it was trained in: the working weights, bit for bit."""
-        drafter = self.data.drafter
-        if any(drafter.layer_causal(i) != (kind == SLIDING) for i, kind in enumerate(drafter.layer_types)):
-            self._say("train: SGLang runs full layers bidirectionally and sliding ones causally; this one differs.")
         weights = dict(self.replicas[0].model.named_parameters())
         save_drafter(self.run.drafter_dir, self.data.drafter, weights, self.replicas[0].dtype)
 

@@ -4,7 +4,7 @@ zlab.py         z-lab's config.json and its dialects (SpecForge, Model-Optimizer
 speculators.py  speculators' nested config, its layer numbers, its own embedding and head
 torchspec.py    TorchSpec's tensor names and flat config
 readings.py     what each project computes where a sliding layer's config is silent
-heads.py        tensors and keys of DFlash's successors, by name
+heads.py        tensors of DFlash's successors, by name
 reader.py       which of these a folder is, and the drafter in it
 files.py        files in, folders out
 engines.py      the command line that serves a drafter, and what an engine would compute otherwise

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.checkpoint import WEIGHTS
+from dflash.checkpoint import WEIGHTS, refuse_mask_embedding
 from dflash.errors import DFlashError
 
 INDEX = "model.safetensors.index.json"
@@ -53,6 +53,7 @@ def read_tensors(place: Path) -> dict[str, Tensor]:
     """
     if place.is_file():
         return _read_file(place)
+    refuse_mask_embedding(place)
     if (place / INDEX).is_file():
         return _read_shards(place)
     if (place / WEIGHTS).is_file():

@@ -21,11 +21,12 @@ from dflash.config_json import from_json, to_json
 from dflash.errors import DFlashError
 from dflash.interchange.drafter import ForeignDrafter, Kept, body_tensors, checked
 from dflash.interchange.files import NOTE, publish, save_tensors, write_object
-from dflash.interchange.heads import refuse_architecture, refuse_head_tensors
+from dflash.interchange.heads import refuse_head_tensors
 from dflash.interchange.readings import find_reading
 from dflash.interchange.shapes import complete
 from dflash.interchange.target import TargetTables, differing_rows
 from dflash.interchange.zlab import ARCHITECTURE, canonical
+from dflash.strict import refuse_architecture
 
 KIND = "speculators_model_type"
 _OWN = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")

@@ -11,39 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from dflash.config import FULL, SLIDING
-from dflash.config_json import check_kinds
+from dflash.config_json import EITHER_PLACE, check_kinds
 from dflash.errors import DFlashError
-from dflash.interchange.heads import head_of_key, refuse_architecture, refuse_head_keys
 from dflash.interchange.readings import find_reading
+from dflash.strict import PLAIN, head_of_key, refuse_architecture, refuse_other_numbers
 
 ARCHITECTURE = "DFlashDraftModel"
 AUTOMODEL = "Qwen3DFlashDraftModel"
-
-_EITHER_PLACE = (
-    "mask_token_id",
-    "target_layer_ids",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-)
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "partial_rotary_factor": (None, 1.0),
-    "logit_scale": (None, 1.0),
-    "mlp_bias": (None, False),
-    "add_swa_attention_sink_bias": (None, False),
-    "text_config": (None,),
-}
-"""Top-level keys that change numbers, with the values that a plain drafter may have."""
-_PLAIN_INNER: dict[str, tuple[Any, ...]] = {
-    "use_aux_hidden_state": (None, True),
-    "attention_mode": (None, "gqa", "mha"),
-    "sample_from_anchor": (None, False),
-    "shift_label": (None, False),
-    "projector_type": (None, "dflash"),
-}
 
 
 def canonical(data: dict[str, Any], reading: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -58,16 +32,11 @@ def canonical(data: dict[str, Any], reading: str | None) -> tuple[dict[str, Any]
     flat = dict(data)
     inner = dict(data.get("dflash_config") or {})
     written_by_automodel = _architecture(flat)
-    for key, allowed in _ONLY.items():
-        _require(flat.get(key), allowed, key)
-    refuse_head_keys(inner, "dflash_config.")
-    refuse_head_keys({key: flat[key] for key in flat if key != "dflash_config"}, "")
-    for key, allowed in _PLAIN_INNER.items():
-        for settings, where in ((inner, f"dflash_config.{key}"), (flat, key)):
-            _require(settings.pop(key, None), allowed, where)
-    for key in ("draft_vocab_size", "target_hidden_size"):
-        _require(flat.get(key), (None, flat.get("vocab_size" if key.startswith("draft") else "hidden_size")), key)
-    for key in _EITHER_PLACE:
+    refuse_other_numbers(data)
+    for key in PLAIN:
+        inner.pop(key, None)
+        flat.pop(key, None)
+    for key in EITHER_PLACE:
         _merge(flat, inner, key)
     inner = {key: value for key, value in inner.items() if not _is_off(key, value)}
     _drop_numbered_taps(flat, inner)
@@ -96,12 +65,6 @@ def _architecture(flat: dict[str, Any]) -> bool:
         )
     flat["architectures"] = [ARCHITECTURE]
     return names[:1] == [AUTOMODEL]
-
-
-def _require(value: Any, allowed: tuple[Any, ...], where: str) -> None:
-    if value not in allowed:
-        wanted = next((repr(option) for option in allowed if option is not None), "absence")
-        raise DFlashError(f"{value!r} is not supported", where=where, fix=f"Only {wanted} is.")
 
 
 def _merge(flat: dict[str, Any], inner: dict[str, Any], key: str) -> None:
@@ -158,6 +121,10 @@ def _sliding(flat: dict[str, Any], inner: dict[str, Any]) -> bool:
     """Bring use_swa and swa_window_size to layer_types and sliding_window; return whether use_swa made layers slide."""
     use_swa, window = inner.pop("use_swa", None), inner.pop("swa_window_size", None)
     kinds = list(flat.get("layer_types") or ())
+    if use_swa is False and SLIDING in kinds:
+        raise DFlashError(
+            "is false, and layer_types has sliding layers", where="dflash_config.use_swa", fix="Keep the true one."
+        )
     implied = bool(use_swa) and SLIDING not in kinds
     if implied:
         kinds = [SLIDING] * (len(kinds) or int(flat.get("num_hidden_layers") or 0))

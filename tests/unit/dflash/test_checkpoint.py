@@ -192,3 +192,12 @@ def test_a_file_in_the_published_layout_is_read(tmp_path: Path) -> None:
     loaded = load_drafter(tmp_path / "out")
     assert loaded.config == drafter_config(rope_theta=1e6, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
     assert torch.equal(loaded.fc.weight, drafter.fc.weight.bfloat16())
+
+
+def test_a_mask_embedding_of_its_own_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    """vLLM takes such a file (anatomy 1.7); without it the mask row is another one."""
+    drafter = random_drafter()
+    save_drafter(tmp_path / "out", drafter.config, dict(drafter.named_parameters()), torch.float32)
+    load_drafter(tmp_path / "out")
+    (tmp_path / "out" / "mask_embedding.pt").write_bytes(b"")
+    assert "mask_embedding.pt: holds a mask embedding" in _refusal(tmp_path / "out")

@@ -198,6 +198,29 @@ def test_a_sliding_drafter_that_does_not_say_whether_it_is_causal_is_causal_ther
         ({}, {"sample_from_anchor": True}, "dflash_config.sample_from_anchor"),
         ({}, {"conv_kernel_size": 2}, "dflash_config.conv_kernel_size"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, {}, "eagle_aux_hidden_state_layer_ids"),
+        ({"output_multiplier": 2.0}, {}, "output_multiplier"),
+        ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping"),
+        ({"mask_token_id": 7}, {}, "mask_token_id"),
+        ({"target_layer_ids": [0, 3]}, {}, "target_layer_ids"),
+        ({"num_target_layers": 4}, {"num_target_layers": 5}, "num_target_layers"),
+        ({"projector_type": "domino"}, {}, "projector_type"),
+        ({"sample_from_anchor": True}, {}, "sample_from_anchor"),
+        ({"markov_rank": 256}, {}, "markov_rank"),
+        ({"partial_rotary_factor": 0.25}, {}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+            {},
+            "rope_parameters.partial_rotary_factor",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [1, 1]}},
+            {},
+            "rope_parameters.mrope_section",
+        ),
+        ({"is_neox_style": False}, {}, "is_neox_style"),
+        ({"mlp_bias": True}, {}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
+        ({"draft_vocab_size": 40}, {}, "draft_vocab_size"),
         ({"architectures": ["LlamaForCausalLM"]}, {}, "architectures"),
     ],
 )
@@ -244,3 +267,29 @@ def test_a_drafter_takes_its_shape_from_the_target(kind: Any) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, expected_head_dim)
     assert (config.num_target_layers, config.target_layer_ids) == (9, (1, 4, 6))
     assert config.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({**SLIDING_LAYERS, "sliding_window": -1}, "sliding_window: -1 is not above 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0 is not above 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads: 0 is not above 0"),
+        ({"head_dim": 15}, "head_dim: 15 is odd"),
+        ({"rope_theta": 0.0}, "rope_theta: 0.0 is not above 0"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps: -1e-06 is not above 0"),
+        ({"output_multiplier": 0.0}, "output_multiplier: 0.0 is not above 0"),
+        ({"final_logit_softcapping": -3.0}, "final_logit_softcapping: -3.0 is not above 0"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(change: dict[str, Any], line: str) -> None:
+    """A window below 1 leaves rows of the mask empty, and their softmax is NaN (Automodel#2826)."""
+    with pytest.raises(DFlashError) as caught:
+        drafter_config(**change)
+    assert str(caught.value).startswith(line)
+
+
+def test_causality_by_kind_is_spelled_out_where_all_layers_are_sliding() -> None:
+    """None is only needed by mixed layers; a config should say what is meant (anatomy 1.6)."""
+    every = drafter_config(layer_types=(SLIDING,) * 2, sliding_window=5, is_causal=None)
+    assert every.is_causal is True and to_json(every)["is_causal"] is True

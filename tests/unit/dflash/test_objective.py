@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -299,3 +300,18 @@ def test_memory_follows_the_chunk_and_not_the_batch() -> None:
 
     assert largest(1000) == int(valid.sum()) * vocab
     assert largest(20) <= 20 * vocab
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"gamma": 0.0}, "gamma: 0.0 is not above 0"),
+        ({"gamma": -1.0}, "gamma: -1.0 is not above 0"),
+        ({"alpha": 2.0}, "dpace_alpha: 2.0 is not in [0, 1]"),
+        ({"kind": "cosine"}, "loss: 'cosine' is neither"),
+    ],
+)
+def test_a_weighting_that_would_grow_or_divide_by_zero_is_refused(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(DFlashError) as caught:
+        Weighting(**values)
+    assert str(caught.value).startswith(line)

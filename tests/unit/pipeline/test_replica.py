@@ -13,9 +13,9 @@ from dflash.decode import greedy_decode
 from dflash.model import DFlashDraftModel
 from pipeline.batches import Collator, MicroBatch, rows_of
 from pipeline.rendering import make_sample
-from pipeline.replica import Borrowed, Replica, feature_width
+from pipeline.replica import Borrowed, Replica, feature_width, warm_batch
 from pipeline.topology import target_features
-from tests.drafters import random_drafter
+from tests.drafters import drafter_config, random_drafter
 from tests.tiny import tiny_model
 from tests.tiny_run import tiny_config
 
@@ -81,3 +81,25 @@ def test_a_multiplier_and_a_softcap_of_the_drafter_are_trained() -> None:
     )
     losses = [_loss(*_replica(target, 1, **change)) for change in changes]
     assert all(abs(loss - losses[0]) > 1e-3 * losses[0] for loss in losses[1:]), losses
+
+
+@pytest.mark.parametrize("samples_per_row", [1, 3])
+def test_no_batch_of_training_has_more_rows_than_the_warm_up(samples_per_row: int) -> None:
+    """speculators#979: out of memory part-way through an epoch, since the first batch was not the largest."""
+    config = tiny_config(
+        data={"buckets": [60], "max_prompt_tokens": 4, "max_answer_tokens": 56, "samples_per_row": samples_per_row},
+        train={"num_anchors": 12},
+    )
+    drafter = drafter_config()
+    batch = warm_batch(config, drafter, 60)
+    warm = len(batch.rows.index_R)
+    assert warm == batch.anchors_bN.numel() * (drafter.block_size - 1)
+    assert int(batch.anchors_bN.max()) + drafter.block_size <= 60
+    most = 0
+    for prompt_len in (1, 4):
+        texts = [list(range(10, 10 + 60 // samples_per_row)) for _ in range(6)]
+        samples = [make_sample(f"s{i}", ids[:prompt_len], ids[prompt_len:]) for i, ids in enumerate(texts)]
+        collator = Collator(config, drafter, samples)
+        for epoch in range(20):
+            most = max(most, len(collator.collate(epoch, 60, (0, 1)).rows.index_R))
+    assert 0.8 * warm < most <= warm

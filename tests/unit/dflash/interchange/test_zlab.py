@@ -207,7 +207,7 @@ def test_automodels_architecture_is_read_with_automodels_sliding_layers() -> Non
         ({"is_neox_style": False}, {}, "is_neox_style: False is not supported"),
         ({"draft_vocab_size": 40}, {}, "draft_vocab_size: 40 is not supported. Only 320 is."),
         ({"target_hidden_size": 128}, {}, "target_hidden_size: 128 is not supported"),
-        ({}, {"novel_key": 1}, "dflash_config.novel_key: is not supported"),
+        ({}, {"novel_key": 1}, "dflash_config.novel_key: is not known"),
         ({"rms_norm_eps": "1e-6"}, {}, "rms_norm_eps: '1e-6' is not a number"),
         ({}, {"target_layer_ids": ["1", "3"]}, "is not a list of whole numbers"),
         ({"layer_types": "full_attention"}, {}, "layer_types: 'full_attention' is not a list of names"),
