@@ -20,6 +20,8 @@ from dflash.attention import build_mask
 from dflash.head import block_embeddings, head_logits
 from dflash.masks import layer_layout
 from dflash.model import DFlashDraftModel
+from dflash.pick import pick_drafts
+from dflash.sampling import GREEDY
 
 ANCHORS_AT_ONCE = 64
 """Blocks drafted in one forward over a text: the dense mask is (Q, T + Q), whatever the text's length."""
@@ -54,6 +56,10 @@ def drafted_at(
     embedding_VD, head_VD   the target's raw embedding table and head
     """
     config, device = drafter.config, tokens_T.device
+
+    def head(states: Tensor) -> Tensor:
+        return head_logits(states, head_VD, config)
+
     B, context_len = config.block_size, features_1TC.shape[1]
     context = drafter.context_key_values(features_1TC, torch.arange(context_len, device=device)[None])
     drafted = [torch.empty(0, B - 1, dtype=torch.long, device=device)]
@@ -64,8 +70,9 @@ def drafted_at(
         positions = (anchors_n[:, None] + torch.arange(B, device=device)).view(1, -1)
         masks = layer_masks(drafter, anchors_n[None], context_len, "sdpa")
         states_nBD = drafter.draft(embeddings, positions, context, masks, "sdpa").view(len(anchors_n), B, -1)
-        rows = states_nBD[:, 1:].flatten(0, 1).split(HEAD_ROWS)
-        drafted.append(torch.cat([head_logits(part, head_VD, config).argmax(-1) for part in rows]).view(-1, B - 1))
+        at_once = max(1, HEAD_ROWS // (B - 1))
+        for states_pBD, first_p in zip(states_nBD.split(at_once), noise_nB[:, 0].split(at_once), strict=True):
+            drafted.append(pick_drafts(drafter, states_pBD[:, 1:], first_p, head, GREEDY, None).tokens_bk)
     return torch.cat(drafted)
 
 

@@ -69,6 +69,14 @@ class DrafterConfig:
     """Factor on the logits, before the softcap."""
     final_logit_softcapping: float | None = None
     """Logits become c * tanh(logits / c), as the target's do."""
+    conv_kernel_size: int = 0
+    """Taps of DFlash 2's convolution around each sublayer (heads/conv.py), 0 for none; published drafters have 2."""
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    """Rank of DFlash 2's path selector (heads/selector.py), 0 for none; published drafters have 256."""
+    selector_top_k: int = 16
+    markov_rank: int = 0
+    """Rank of a Markov bias (heads/markov.py), 0 for none."""
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -94,6 +102,18 @@ class DrafterConfig:
             "input_embedding_scale",
         ):
             self._require(getattr(self, key) > 0, key, f"{getattr(self, key)} is not above 0")
+        for key in ("conv_kernel_size", "selector_rank", "markov_rank"):
+            self._require(getattr(self, key) >= 0, key, f"{getattr(self, key)} is below 0")
+        self._require(
+            bool(self.conv_kernel_size) == bool(self.selector_rank),
+            "selector_rank",
+            f"{self.selector_rank} beside conv_kernel_size {self.conv_kernel_size}: only DFlash 2 has them, and both",
+        )
+        self._require(
+            not (self.selector_rank and self.markov_rank),
+            "markov_rank",
+            "is given beside selector_rank, and only one of them can choose a slot's token",
+        )
         if self.is_causal is None and FULL not in self.layer_types:
             object.__setattr__(self, "is_causal", True)  # what it means; a config should say what is meant
         window = self.sliding_window

@@ -12,6 +12,8 @@ from dflash.config import SLIDING, DrafterConfig, read_rope_theta
 from dflash.errors import DFlashError
 from dflash.strict import FIX, PLAIN, refuse_other_numbers
 
+DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
+
 _INNER_KEYS = {
     "mask_token_id",
     "mask_token",
@@ -24,12 +26,21 @@ _INNER_KEYS = {
     "final_logit_softcapping",
     "window_reading",
     "use_swa",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "dflash_markov_rank",
 }
-"""What dflash_config may hold for a plain drafter; anything else would change numbers that we do not compute."""
+"""What dflash_config may hold; anything else would change numbers that we do not compute."""
 
 _LOGIT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
-EITHER_PLACE = ("mask_token_id", "target_layer_ids", *_LOGIT_KEYS)
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+MARKOV_KEY = "dflash_markov_rank"
+"""Not DSpark's markov_rank: there slot 0 predicts too, so its files mean other slots."""
+
+EITHER_PLACE = ("mask_token_id", "target_layer_ids", *_LOGIT_KEYS, *DFLASH2_KEYS)
 """Keys of dflash_config that some readers look for at the top level first."""
 
 _WHOLE, _NUMBER, _SWITCH = "a whole number", "a number", "true or false"
@@ -39,6 +50,7 @@ _KINDS = {
     **dict.fromkeys(("target_layer_ids", "eagle_aux_hidden_state_layer_ids"), "a list of whole numbers"),
     **dict.fromkeys(("block_size", "mask_token_id", "sliding_window", "swa_window_size", "num_target_layers"), _WHOLE),
     **dict.fromkeys(("max_position_embeddings", "bos_token_id", "pad_token_id"), _WHOLE),
+    **dict.fromkeys((*DFLASH2_KEYS, MARKOV_KEY), _WHOLE),
     **dict.fromkeys(("is_causal", "causal", "attention_bias", "use_sliding_window", "use_swa"), _SWITCH),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "initializer_range", *_LOGIT_KEYS), _NUMBER),
 }
@@ -76,11 +88,13 @@ def to_json(config: DrafterConfig) -> dict[str, Any]:
     ids, mask = list(values.pop("target_layer_ids")), values.pop("mask_token_id")
     logits = {key: values.pop(key) for key in _LOGIT_KEYS}
     reading, causal = values.pop("window_reading"), values["is_causal"]
+    heads = {key: values.pop(key) for key in DFLASH2_KEYS}
+    markov = values.pop("markov_rank")
     if causal is None:
         del values["is_causal"]
     values["layer_types"] = list(config.layer_types)
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [DFLASH2 if config.selector_rank else DFLASH],
         "model_type": "qwen3",
         **values,
         "dflash_config": {
@@ -90,6 +104,8 @@ def to_json(config: DrafterConfig) -> dict[str, Any]:
             **({} if causal is None else {"causal": causal}),
             **({} if reading == "slot" else {"window_reading": reading}),
             **logits,
+            **(heads if config.selector_rank else {}),
+            **({MARKOV_KEY: markov} if markov else {}),
         },
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
@@ -109,11 +125,14 @@ def from_json(data: dict[str, Any]) -> DrafterConfig:
     """
     check_kinds(data)
     inner = data.get("dflash_config") or {}
-    kind = (data.get("architectures") or ["none"])[0]
-    if kind != "DFlashDraftModel":
+    kind: str = (data.get("architectures") or ["none"])[0]
+    if kind not in (DFLASH, DFLASH2):
         raise DFlashError(
-            f"architecture {kind} is not a DFlash drafter", where="architectures", fix="Expected DFlashDraftModel."
+            f"architecture {kind} is not a DFlash drafter", where="architectures", fix=f"Expected {DFLASH}."
         )
+    if (kind == DFLASH2) != bool(inner.get("selector_rank")):
+        both = f"is {inner.get('selector_rank')}, and the architecture {kind}"
+        raise DFlashError(both, where="dflash_config.selector_rank", fix=f"Only {DFLASH2} has a selector, and must.")
     block_sizes = {v for v in (data.get("block_size"), inner.get("block_size")) if v is not None}
     causals = {v for v in (data.get("is_causal"), inner.get("causal")) if v is not None}
     for name, found in (("block_size", block_sizes), ("is_causal", causals)):
@@ -163,7 +182,9 @@ def from_json(data: dict[str, Any]) -> DrafterConfig:
     values["target_layer_ids"] = tuple(values["target_layer_ids"])
     values["layer_types"] = kind_of_layers
     values["rope_theta"] = read_rope_theta(data)
-    values |= {key: inner[key] for key in (*_LOGIT_KEYS, "window_reading") if inner.get(key) is not None}
+    settings = (*_LOGIT_KEYS, *DFLASH2_KEYS, "window_reading")
+    values |= {key: inner[key] for key in settings if inner.get(key) is not None}
+    values["markov_rank"] = inner.get(MARKOV_KEY) or 0
     values["dtype"] = data.get("dtype") or data.get("torch_dtype") or "float32"
     required = (
         "hidden_size",

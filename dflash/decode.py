@@ -7,7 +7,7 @@ when it was verified. Legend: b batch, k drafted slots, Q = k + 1 block tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from dflash.errors import DFlashError
 from dflash.head import block_embeddings, head_logits
 from dflash.masks import dense_mask, layer_layout
 from dflash.model import DFlashDraftModel
-from dflash.sampling import GREEDY, Drafts, Sampling, accept, choose, draw_uniforms
+from dflash.pick import pick_drafts
+from dflash.sampling import GREEDY, Sampling, accept, choose, draw_uniforms
 from dflash.taps import FeatureTaps
 
 
@@ -145,20 +146,6 @@ def draft_states(
     )
 
 
-def pick_drafts(
-    states_bQD: Tensor,
-    anchor_b: Tensor,
-    head: Callable[[Tensor], Tensor],
-    sampling: Sampling,
-    uniforms_bk: Tensor | None,
-) -> Drafts:
-    """Return the drafted tokens of slots 1 to k: plain DFlash takes each slot by itself, whatever the others drew.
-
-    head   logits (..., V) of states (..., D). anchor_b is for heads that look at the token before a slot.
-    """
-    return Drafts(*choose(head(states_bQD[:, 1:]), sampling, uniforms_bk))
-
-
 def _check(prompts: Sequence[Sequence[int]], sampling: Sampling, generators: Sequence[torch.Generator] | None) -> None:
     for row, prompt in enumerate(prompts):
         if not len(prompt):
@@ -255,7 +242,8 @@ def speculative_decode_batch(
             k = lengths.choose(most)
             drawn = uniforms(2 * k + 1)
             states_bQD = draft_states(drafter, context, anchor_b, embedding_VD, k + 1)
-            drafts = pick_drafts(states_bQD, anchor_b, head, sampling, None if drawn is None else drawn[:, :k])
+            own = None if drawn is None else drawn[:, :k]
+            drafts = pick_drafts(drafter, states_bQD[:, 1:], anchor_b, head, sampling, own)
             logits_bQV, features_bQC = verified.verify(torch.cat((anchor_b[:, None], drafts.tokens_bk), 1))
             assert features_bQC is not None
             accepted_b, anchor_b = accept(drafts, logits_bQV, sampling, None if drawn is None else drawn[:, k:])

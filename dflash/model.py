@@ -16,6 +16,9 @@ from torch.nn import functional as F
 
 from dflash.attention import AttentionMask, block_attention
 from dflash.config import DrafterConfig
+from dflash.heads.conv import DynamicConv
+from dflash.heads.markov import MarkovHead
+from dflash.heads.selector import CandidateSelector
 
 KeyValues = tuple[Tensor, Tensor]
 Rotation = tuple[Tensor, Tensor]
@@ -104,12 +107,23 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = self.mlp_conv = None
+        if config.conv_kernel_size:
+            shape = {"taps": config.conv_kernel_size, "group_size": config.conv_group_size}
+            self.attention_conv = DynamicConv(config.hidden_size, config.block_size, **shape)
+            self.mlp_conv = DynamicConv(config.hidden_size, config.block_size, **shape)
 
     def forward(
         self, x_bQD: Tensor, rope: Rotation, context: KeyValues, mask: AttentionMask, implementation: str
     ) -> Tensor:
-        x_bQD = x_bQD + self.self_attn(self.input_layernorm(x_bQD), rope, context, mask, implementation)
-        return x_bQD + self.mlp(self.post_attention_layernorm(x_bQD))
+        def attend(y_bQD: Tensor) -> Tensor:
+            attended: Tensor = self.self_attn(y_bQD, rope, context, mask, implementation)
+            return attended
+
+        normed = self.input_layernorm(x_bQD)
+        x_bQD = x_bQD + (self.attention_conv.around(attend, normed) if self.attention_conv else attend(normed))
+        normed = self.post_attention_layernorm(x_bQD)
+        return x_bQD + (self.mlp_conv.around(self.mlp, normed) if self.mlp_conv else self.mlp(normed))
 
 
 class DFlashDraftModel(nn.Module):
@@ -126,6 +140,17 @@ class DFlashDraftModel(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        V, D = config.vocab_size, config.hidden_size
+        self.candidate_selector = self.markov_head = None
+        if config.selector_rank:
+            self.candidate_selector = CandidateSelector(V, D, rank=config.selector_rank, top_k=config.selector_top_k)
+        if config.markov_rank:
+            self.markov_head = MarkovHead(V, rank=config.markov_rank)
+
+    @property
+    def picker(self) -> CandidateSelector | MarkovHead | None:
+        """The head that chooses a slot's token after the one before it; None in a plain drafter."""
+        return self.candidate_selector or self.markov_head
 
     def initialise(self, seed: int, head_VD: Tensor) -> None:
         """Draw every matrix from N(0, initializer_range) with a generator of its own; norms start at 1, biases at 0.
@@ -134,10 +159,19 @@ class DFlashDraftModel(nn.Module):
         embedding, which with a tied head is a row: its logit begins at 4 instead of sqrt(D) * |row|. On SmolLM2 the
         loss then begins at 12.4 (uniform: 10.8); with the norm at 1 it began at 74 and training had to undo that.
         The generator is on the CPU, so that the same seed gives the same weights on every device.
+        Convolution, selector and Markov bias start as the identity beside the same plain drafter.
         """
         generator = torch.Generator().manual_seed(seed)
+        added = {"attention_conv", "mlp_conv", "candidate_selector", "markov_head"}
+        for module in self.modules():
+            if isinstance(module, DynamicConv):
+                module.reset_to_identity()
+        if self.picker:
+            self.picker.initialise(seed, self.config.initializer_range)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                if added & set(name.split(".")):
+                    continue
                 if parameter.dim() == 2:
                     drawn = torch.empty(parameter.shape).normal_(
                         0.0, self.config.initializer_range, generator=generator

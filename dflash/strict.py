@@ -11,15 +11,11 @@ from typing import Any
 from dflash.errors import DFlashError
 
 _ARCHITECTURES = {
-    "DFlash2DraftModel": "DFlash 2",
-    "Qwen3DFlash2DraftModel": "DFlash 2",
     "Qwen3DSparkModel": "DSpark",
     "DSparkDraftModel": "DSpark",
     "LiLiCorrDraftModel": "LiLiCorr",
 }
 _KEYS = {
-    "conv_": "DFlash 2",
-    "selector_": "DFlash 2",
     "gru_hidden_dim": "Domino",
     "emb_dim": "Domino",
     "pure_draft_prefix_len": "Domino",
@@ -56,7 +52,7 @@ _ROPE: dict[str, tuple[Any, ...]] = {
     "factor": (None, 1.0),
 }
 """Keys of rope_parameters besides rope_theta; any other (mrope_section, ...) turns other pairs by other angles."""
-FIX = "Only plain DFlash drafters are read; without that part the drafter would compute something else."
+FIX = "Only DFlash and DFlash 2 drafters are read; without that part the drafter would compute something else."
 
 
 def refuse_other_numbers(data: Mapping[str, Any]) -> None:

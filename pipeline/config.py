@@ -104,6 +104,10 @@ class DrafterSection(Section):
     """A row of the target's embedding that is neither pad nor EOS and never occurs in the data."""
     intermediate_size: int | None = Field(default=None, gt=0)
     """FFN width; null takes the target's."""
+    head: Literal["plain", "dflash2", "markov"] = "plain"
+    """dflash2: DFlash 2's convolution and path selector; markov: a bias from the token before. Both start as plain."""
+    head_rank: int = Field(default=256, gt=0)
+    """Rank of the selector's or the Markov bias's tables, vocabulary x rank each."""
     attention: Literal["auto", "flex", "sdpa", "eager"] = "auto"
     """auto: flex on CUDA, sdpa elsewhere. The same numbers within rounding."""
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = Field(default=None, min_length=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -45,6 +46,7 @@ def _described(section: DrafterSection, target: PreTrainedConfig, folder: Target
         "sliding_window": section.sliding_window,
         "window_reading": section.window_reading,
     }
+    changes |= _head(section)
     if section.layer_types:
         changes["layer_types"] = tuple(section.layer_types)
     if section.intermediate_size:
@@ -63,6 +65,13 @@ def _described(section: DrafterSection, target: PreTrainedConfig, folder: Target
         of_run = error.where in type(section).model_fields
         where = f"drafter.{error.where}" if of_run else f"{folder.path}/config.json: {error.where}"
         raise ConfigError(error.what, where=where, fix=error.fix) from None
+
+
+def _head(section: DrafterSection) -> dict[str, Any]:
+    """Return the settings of the section's head; those of DFlash 2 are the published ones."""
+    if section.head == "dflash2":
+        return {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": section.head_rank}
+    return {"markov_rank": section.head_rank} if section.head == "markov" else {}
 
 
 def _published(init_from: str, section: DrafterSection, target: PreTrainedConfig) -> DrafterConfig:
@@ -84,9 +93,13 @@ def _published(init_from: str, section: DrafterSection, target: PreTrainedConfig
                 fix="A drafter goes with the target it was trained for.",
             )
     wrong = []
+    head = "dflash2" if found.selector_rank else "markov" if found.markov_rank else "plain"
+    if head == "plain" and section.head != "plain":  # it starts as the identity, so a plain drafter can take one
+        head, found = section.head, replace(found, **_head(section))
+    own = {"head": head, "head_rank": found.selector_rank or found.markov_rank}
     for field in sorted(section.model_fields_set - _NOT_OF_THE_FILE):
         key = _NAMES.get(field, field)
-        asked, has = getattr(section, field), getattr(found, key)
+        asked, has = getattr(section, field), own[field] if field in own else getattr(found, key)
         if asked is not None and asked != has:
             wrong.append(f"has {key} {_shown(has)}, this run {_shown(asked)}")
     if wrong:

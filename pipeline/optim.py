@@ -43,8 +43,8 @@ class MasterAdamW:
             ]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
-        matrices = [p for p in self.masters if p.dim() >= 2]
-        vectors = [p for p in self.masters if p.dim() < 2]
+        matrices = [p for p in self.masters if p.dim() == 2]
+        vectors = [p for p in self.masters if p.dim() != 2]  # and the taps of a convolution, which start at 1
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, foreach=True)
         self._clip = config.clip_norm
@@ -69,13 +69,25 @@ class MasterAdamW:
         """
         gradients = self.gradients
         torch._foreach_mul_(gradients, 1.0 / denominator.clamp(min=1e-12))
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
+        norm, *_ = [self._clipped(part) for part in self._parts(gradients)]
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
         torch._foreach_zero_(gradients)
         self._publish()
+        return norm
+
+    def _parts(self, gradients: list[Tensor]) -> list[list[Tensor]]:
+        """Return the gradients of the drafter and, apart, those of a head that reads its states detached: clipped
+        together, the head would change the drafter's steps."""
+        heads = [name.startswith(("candidate_selector.", "markov_head.")) for name in self.names]
+        return [
+            part for own in (False, True) if (part := [g for g, h in zip(gradients, heads, strict=True) if h == own])
+        ]
+
+    def _clipped(self, gradients: list[Tensor]) -> Tensor:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _publish(self) -> None:

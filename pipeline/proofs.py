@@ -17,6 +17,7 @@ from dflash.checkpoint import load_drafter
 from dflash.compile import CompileGate
 from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode
 from dflash.head import block_embeddings, head_logits
+from dflash.heads.rows import predecessors
 from dflash.model import DFlashDraftModel
 from dflash.taps import extract_features
 from pipeline.batches import Collator, MicroBatch, plan_of
@@ -113,11 +114,38 @@ def dense_step(
         wanted, found = taught_RV.log_softmax(-1), logits_RV.log_softmax(-1)
         loss_R = (1 - soft) * hard_R + soft * F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
     places = states.shape[0] * states.shape[1]
-    loss_MK = torch.zeros(places, device=hard_R.device).index_put((rows.index_R,), hard_R.detach()).view(-1, K)
     valid_MK = torch.zeros(places, device=hard_R.device).index_fill(0, rows.index_R, 1.0).bool().view(-1, K)
-    weight_R = replica.weighting.slot_weights(loss_MK, valid_MK).flatten()[rows.index_R]
-    (weight_R * loss_R).sum().backward()
+
+    def weigh(entropy_R: Tensor) -> Tensor:
+        entropy_MK = entropy_R.new_zeros(places).index_put((rows.index_R,), entropy_R.detach()).view(-1, K)
+        return replica.weighting.slot_weights(entropy_MK, valid_MK).flatten()[rows.index_R]
+
+    total = (weigh(hard_R) * loss_R).sum()
+    if model.picker:
+        before_R = predecessors(batch.tokens_bS, batch.anchors_bN, rows)
+        picked_R = _picker_loss(model, states.flatten(0, 1)[rows.index_R], logits_RV, before_R, rows.label_R)
+        total = total + (weigh(picked_R if model.markov_head else hard_R) * picked_R).sum()
+    total.backward()
     return states.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _picker_loss(
+    model: DFlashDraftModel, states_RD: Tensor, logits_RV: Tensor, before_R: Tensor, label_R: Tensor
+) -> Tensor:
+    """Return the head's cross-entropy of each row, over whole logits; 0 where no candidate is the label."""
+    states_RD, logits_RV = states_RD.detach(), logits_RV.detach()
+    if markov := model.markov_head:
+        bias_RV = markov.markov_w1.weight[before_R] @ markov.markov_w2.weight.T
+        return F.cross_entropy(logits_RV + bias_RV.to(logits_RV.dtype), label_R, reduction="none")
+    selector = model.candidate_selector
+    assert selector is not None
+    gate_RE = selector.predecessor_codebook[before_R] * (states_RD @ selector.hidden_projection.weight.T)
+    scores_RV = logits_RV + (gate_RE @ selector.successor_codebook.T).to(logits_RV.dtype)
+    chosen = torch.zeros_like(logits_RV, dtype=torch.bool).scatter(1, logits_RV.topk(selector.top_k).indices, True)
+    known_R = chosen.gather(1, label_R[:, None])[:, 0]
+    scores_RV = scores_RV.masked_fill(~chosen, float("-inf"))
+    label_R = torch.where(known_R, label_R, logits_RV.argmax(-1))
+    return F.cross_entropy(scores_RV, label_R, reduction="none") * known_R
 
 
 def _features(

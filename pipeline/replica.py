@@ -17,6 +17,7 @@ from dflash.compile import CompileGate
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
 from dflash.head import block_embeddings
+from dflash.heads.loss import picker_loss
 from dflash.model import DFlashDraftModel
 from dflash.objective import Weighting, default_gamma, head_loss, make_rows
 from dflash.soft_labels import Teacher
@@ -46,13 +47,14 @@ class Borrowed:
 
 
 def new_drafter(config: RunConfig, drafter: DrafterConfig, head_VD: Tensor) -> DFlashDraftModel:
-    """Return the drafter that training starts from: random by the run's seed, or train.init_from's weights."""
+    """Return the drafter that training starts from: random by the run's seed, or train.init_from's weights, to which a
+    head that they lack is added as the identity."""
     model = DFlashDraftModel(drafter)
+    model.initialise(config.seed, head_VD)
     if config.train.init_from is None:
-        model.initialise(config.seed, head_VD)
         return model
     start = load_drafter(expand_user(config.train.init_from), dtype=torch.float32)
-    model.load_state_dict(start.state_dict())
+    model.load_state_dict(start.state_dict(), strict=start.picker is not None or model.picker is None)
     return model
 
 
@@ -99,7 +101,13 @@ class Replica:
             softcap=self.drafter.final_logit_softcapping,
             multiplier=self.drafter.output_multiplier,
         )
-        sums.numerator.backward()
+        numerator = sums.numerator
+        if picker := self.model.picker:
+            places = (batch.tokens_bS, batch.anchors_bN, rows)
+            numerator = numerator + picker_loss(
+                picker, hidden_RD, self.borrowed.head_VD, *places, self.weighting, self.drafter
+            )
+        numerator.backward()
         self.optimizer.collect()
         return sums.vector()
 

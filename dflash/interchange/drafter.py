@@ -65,7 +65,7 @@ def checked(config: DrafterConfig, tensors: Mapping[str, Tensor], where: str) ->
 
     Raises DFlashError for a successor's tensor, a missing, unknown or misshapen one, and a quantised one.
     """
-    refuse_head_tensors(tensors, where)
+    refuse_head_tensors(tensors, where, own_markov=bool(config.markov_rank))
     check_tensors(config, tensors, where)
     return replace(config, dtype=str(check_dtypes(tensors, where)).removeprefix("torch."))
 

@@ -64,6 +64,11 @@ def _shared(config: DrafterConfig) -> list[str]:
             fix="Decode with invoke generate.",
         )
     warnings = []
+    if config.selector_rank:
+        warnings.append("DFlash 2 needs an engine release that knows DFlash2DraftModel; an older one refuses the file")
+    if config.markov_rank:
+        what = "no engine that we know runs this Markov bias (DSpark's own speaks for slot 0 too)"
+        warnings.append(f"{what}: the file is served as the plain drafter beside it, which accepts less")
     last = config.num_target_layers - 1
     if last in config.target_layer_ids:
         what = f"tap {last} is the target's last layer, and engines catch a layer's output where the next one begins"

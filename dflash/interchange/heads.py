@@ -12,9 +12,6 @@ from dflash.errors import DFlashError
 from dflash.strict import FIX
 
 _TENSORS = {
-    "attention_conv.": "DFlash 2",
-    "mlp_conv.": "DFlash 2",
-    "candidate_selector.": "DFlash 2",
     "prefix_gru.": "Domino",
     "embed_proj.": "Domino",
     "markov_": "DSpark",
@@ -29,9 +26,13 @@ _TENSORS = {
 }
 
 
-def refuse_head_tensors(names: Iterable[str], where: str) -> None:
-    """Raise DFlashError naming the successor whose tensor is among `names`."""
+def refuse_head_tensors(names: Iterable[str], where: str, *, own_markov: bool = False) -> None:
+    """Raise DFlashError naming the successor whose tensor is among `names`.
+
+    own_markov   the file's config has this project's Markov bias, whose tensors have DSpark's names
+    """
     for name in sorted(names):
         for part, head in _TENSORS.items():
-            if name.startswith(part) or f".{part}" in name:
+            ours = own_markov and name.startswith("markov_head.")
+            if not ours and (name.startswith(part) or f".{part}" in name):
                 raise DFlashError(f"tensor {name} belongs to {head}", where=where, fix=FIX)

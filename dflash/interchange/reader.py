@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash.checkpoint import CONFIG
 from dflash.config import DrafterConfig
-from dflash.config_json import from_json
+from dflash.config_json import MARKOV_KEY, from_json
 from dflash.errors import DFlashError
 from dflash.interchange.drafter import ForeignDrafter, body_tensors, checked, read_kept, read_note
 from dflash.interchange.files import read_object, read_tensors
@@ -88,10 +88,11 @@ def _read_zlab(
     if not data:
         raise DFlashError("has no config.json", where=where, fix="Give --config.")
     body = body_tensors(tensors)
-    refuse_head_tensors(body, where)
+    inner = data.get("dflash_config")
+    refuse_head_tensors(body, where, own_markov=isinstance(inner, dict) and bool(inner.get(MARKOV_KEY)))
     flat, notes = canonical(data, reading)
     notes += complete(flat, body, target)
-    automodel = (data.get("architectures") or [""])[0] == AUTOMODEL
+    automodel = (data.get("architectures") or [""])[0] in AUTOMODEL
     use_swa = "use_swa" in (data.get("dflash_config") or {})
     kind = "Automodel" if automodel else "Model-Optimizer" if use_swa else "z-lab"
     return ForeignDrafter(kind, checked(from_json(flat), body, where), body, tuple(notes))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash.checkpoint import CONFIG, WEIGHTS
 from dflash.config import FULL, SLIDING, DrafterConfig
-from dflash.config_json import from_json, to_json
+from dflash.config_json import DFLASH, from_json, to_json
 from dflash.errors import DFlashError
 from dflash.interchange.drafter import ForeignDrafter, Kept, body_tensors, checked
 from dflash.interchange.files import NOTE, publish, save_tensors, write_object
@@ -25,7 +25,7 @@ from dflash.interchange.heads import refuse_head_tensors
 from dflash.interchange.readings import find_reading
 from dflash.interchange.shapes import complete
 from dflash.interchange.target import TargetTables, differing_rows
-from dflash.interchange.zlab import ARCHITECTURE, canonical
+from dflash.interchange.zlab import canonical
 from dflash.strict import refuse_architecture
 
 KIND = "speculators_model_type"
@@ -126,7 +126,7 @@ def _zlab_layout(data: Mapping[str, Any], reading: str) -> dict[str, Any]:
         )
     dtype = data.get("dtype") or data.get("torch_dtype")
     return flat | {
-        "architectures": [ARCHITECTURE],
+        "architectures": [DFLASH],
         "block_size": data["block_size"],
         "dflash_config": inner,
         **({"dtype": dtype} if dtype else {}),
@@ -226,6 +226,9 @@ def write_speculators(out: Path, drafter: ForeignDrafter, tables: TargetTables |
     target's `tables`, whole vocabulary. Raises DFlashError if it has neither.
     """
     kept = drafter.kept
+    if drafter.config.selector_rank or drafter.config.markov_rank:
+        kind = "DFlash 2" if drafter.config.selector_rank else "a Markov bias"
+        raise DFlashError(f"holds no drafter with {kind}", where="--to speculators", fix="Use --to zlab.")
     data: dict[str, Any]
     if kept is not None:
         _check_kept(kept, drafter.config)

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from dflash.config import FULL
+from dflash.config_json import DFLASH
 from dflash.errors import DFlashError
-from dflash.interchange.zlab import ARCHITECTURE
 
 _NAMES = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
 
@@ -46,7 +46,7 @@ def zlab_layout(data: Mapping[str, Any]) -> dict[str, Any]:
     if flat.get("model_type") == "dflash" or "target_num_hidden_layers" in flat:
         flat["num_target_layers"] = flat.pop("target_num_hidden_layers", None)
     flat |= {
-        "architectures": [ARCHITECTURE],
+        "architectures": [DFLASH],
         "model_type": "qwen3",
         "dflash_config": dict(flat.get("dflash_config") or {}),
     }

@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from dflash.config import FULL, SLIDING
-from dflash.config_json import EITHER_PLACE, check_kinds
+from dflash.config_json import DFLASH, DFLASH2, DFLASH2_KEYS, EITHER_PLACE, check_kinds
 from dflash.errors import DFlashError
 from dflash.interchange.readings import find_reading
 from dflash.strict import PLAIN, head_of_key, refuse_architecture, refuse_other_numbers
 
-ARCHITECTURE = "DFlashDraftModel"
-AUTOMODEL = "Qwen3DFlashDraftModel"
+AUTOMODEL = {"Qwen3DFlashDraftModel": DFLASH, "Qwen3DFlash2DraftModel": DFLASH2}
 
 
 def canonical(data: dict[str, Any], reading: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -56,15 +55,19 @@ def _architecture(flat: dict[str, Any]) -> bool:
     names = flat.get("architectures") or []
     for name in names:
         refuse_architecture(str(name))
-    mapped = str((flat.get("auto_map") or {}).get("AutoModel", "")).endswith(ARCHITECTURE)
-    named = names[0] in (ARCHITECTURE, AUTOMODEL) if names else bool(flat.get("dflash_config"))
-    if not (named or mapped):
-        kind = names[0] if names else "none"
+    mapped = str((flat.get("auto_map") or {}).get("AutoModel", "")).rpartition(".")[2]
+    kind = names[0] if names else "none"
+    known = AUTOMODEL.get(kind) or (kind if kind in (DFLASH, DFLASH2) else None)
+    if known is None and mapped in (DFLASH, DFLASH2):
+        known = mapped
+    if known is None and not names and flat.get("dflash_config"):
+        known = DFLASH
+    if known is None:
         raise DFlashError(
-            f"architecture {kind} is not a DFlash drafter", where="architectures", fix=f"Expected {ARCHITECTURE}."
+            f"architecture {kind} is not a DFlash drafter", where="architectures", fix=f"Expected {DFLASH}."
         )
-    flat["architectures"] = [ARCHITECTURE]
-    return names[:1] == [AUTOMODEL]
+    flat["architectures"] = [known]
+    return kind in AUTOMODEL
 
 
 def _merge(flat: dict[str, Any], inner: dict[str, Any], key: str) -> None:
@@ -81,7 +84,7 @@ def _is_off(key: str, value: Any) -> bool:
     """Return whether a key of dflash_config says nothing; z-lab's code takes a softcap of 0 as none."""
     if key == "final_logit_softcapping":
         return not value or value < 0
-    return value is None or (head_of_key(key) is not None and not value)
+    return value is None or ((head_of_key(key) is not None or key in DFLASH2_KEYS) and not value)
 
 
 def _drop_numbered_taps(flat: dict[str, Any], inner: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from pipeline import commands
 from pipeline.__main__ import main
 from pipeline.data import read_samples
+from tests import foreign_drafters
 from tests.tiny import EOS_ID, PAD_ID, START_ID, VOCAB_SIZE
 from tests.tiny_run import TinyRun
 
@@ -183,11 +184,11 @@ def test_a_drafter_to_start_from_that_is_not_whole_is_refused(
     command: CommandLine, tmp_path: Path, name: str, damage: Callable[[Path], object], expected: str
 ) -> None:
     folder = tmp_path / "drafter"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
+    foreign_drafters.write(folder, foreign_drafters.zlab_config(), foreign_drafters.body())
     damage(folder / name)
-    line = command.refuses(f"train.init_from={folder}", stage="train")
+    shape = ("drafter.num_layers=2", "drafter.target_layer_ids=[1, 3]")
+    stage = "cache" if name == "config.json" else "train"  # what is needed first: the shape, then the weights
+    line = command.refuses(f"train.init_from={folder}", *shape, stage=stage)
     assert expected in line
     assert str(folder) in line
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline.targets import load_target, resolve_target
 from tests import foreign_drafters as foreign
 from tests.tiny_run import TinyRun
 
+TRAINED = ("cache", "train")
 NO_SHAPE = ("drafter.num_layers=2", "drafter.target_layer_ids=[1, 3]")
 """The bench's configuration describes another drafter; with these it says what foreign_drafters.py makes."""
 
@@ -138,3 +140,35 @@ def test_a_resume_refuses_what_changes_the_meaning_of_its_weights_and_names_both
         with pytest.raises(ConfigError) as caught:
             bench.go(*base, change, stages=("train",))
         assert line in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("head", ["dflash2", "markov"])
+def test_a_head_is_trained_verified_exported_and_taken_up_again(
+    bench: TinyRun, tmp_path: Path, head: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Added to a plain published drafter, which it leaves as it is at the start."""
+    theirs = foreign.write(tmp_path / "theirs", foreign.zlab_config(), foreign.body())
+    settings = (f"train.init_from={theirs}", *NO_SHAPE, f"drafter.head={head}", "drafter.head_rank=8", "train.steps=8")
+    run = bench.go(*settings, "train.learning_rate=1e-3", "train.evaluate_every=4")
+    manifest = json.loads(run.manifest_path("train").read_text())
+    plain = bench.go(f"train.init_from={theirs}", *NO_SHAPE, "train.steps=1", stages=TRAINED)
+    at_start = [json.loads(r.manifest_path("train").read_text())["sessions"][0]["tau_at_start"] for r in (run, plain)]
+    assert at_start[0] == at_start[1] and manifest["compiles_after_warmup"] == 0
+    drafter = load_drafter(run.drafter_dir)
+    name = "candidate_selector.successor_codebook" if head == "dflash2" else "markov_head.markov_w2.weight"
+    assert drafter.state_dict()[name].any()  # it began at zero
+
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert main(["export", str(run.folder), "--to", "zlab", "--out", str(out)]) == 0
+    assert main(["import", str(out), "--out", str(again)]) == 0
+    assert read_config(again) == drafter.config
+    kind = json.loads((out / "config.json").read_text())["architectures"]
+    assert kind == ["DFlash2DraftModel" if head == "dflash2" else "DFlashDraftModel"]
+    capsys.readouterr()
+    assert main(["serve-command", str(run.folder)]) == 0
+    assert ("DFlash2DraftModel" if head == "dflash2" else "no engine") in capsys.readouterr().err
+    assert main(["export", str(run.folder), "--to", "speculators", "--out", str(tmp_path / "s")]) == 2
+    assert "holds no drafter with" in capsys.readouterr().err
+    assert main(["generate", "--run", str(run.folder), "--prompt", "Tell me about 3.", "--max-new-tokens", "6"]) == 0
+    with pytest.raises(ConfigError, match=f"has head {head}, this run plain"):
+        _config(bench, f"train.init_from={again}", *NO_SHAPE, "drafter.head=plain")

@@ -196,7 +196,7 @@ def test_a_sliding_drafter_that_does_not_say_whether_it_is_causal_is_causal_ther
         ({"use_sliding_window": True, "layer_types": None}, {}, "layer_types"),
         ({}, {"use_swa": True}, "dflash_config.use_swa"),
         ({}, {"sample_from_anchor": True}, "dflash_config.sample_from_anchor"),
-        ({}, {"conv_kernel_size": 2}, "dflash_config.conv_kernel_size"),
+        ({}, {"conv_kernel_size": 2}, "selector_rank"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, {}, "eagle_aux_hidden_state_layer_ids"),
         ({"output_multiplier": 2.0}, {}, "output_multiplier"),
         ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping"),

@@ -243,6 +243,7 @@ def test_the_drafter_is_given_features_of_verified_tokens_only(monkeypatch: pyte
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "DFlash 2": {"conv_kernel_size": 2, "selector_rank": 8},
     "full": {},
     "causal": {"is_causal": True},
     "sliding": {"layer_types": ("sliding_attention",) * 3, "sliding_window": 7},
@@ -290,7 +291,7 @@ def _train_and_decode(dtype: torch.dtype, changes: dict[str, Any], shift: int = 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 5e-5)])
 def test_training_equals_decoding_at_every_anchor(layout: str, dtype: torch.dtype, tolerance: float) -> None:
     """70 % accuracy in training, an accepted length of 1.02 when served: this comparison failing (SpecForge#455)."""
     training, decoding = _train_and_decode(dtype, LAYOUTS[layout])

@@ -32,7 +32,7 @@ class _Body(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(_AddLayer(number, as_tuple) for number in range(num_layers))
 
-    def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None, use_cache: bool) -> Tensor:
         x = torch.zeros(*input_ids.shape, 3)
         for layer in self.layers:
             x = layer(x)
@@ -51,6 +51,17 @@ def test_features_spell_the_layer_ids_in_the_order_of_the_list(as_tuple: bool) -
     features = extract_features(_Counting(as_tuple), IDS, (5, 0, 7))
     assert features.shape == (2, 6, 9)
     assert features[1, 3].tolist() == [5, 5, 5, 0, 0, 0, 7, 7, 7]
+
+
+def test_the_final_state_is_what_the_head_reads_behind_the_taps() -> None:
+    """For soft labels; transformers' own hidden_states[-1], which is normed."""
+    target = tiny_model()
+    features = extract_features(target, IDS, (1, 3), final_state=True)
+    out = target.model(IDS, output_hidden_states=True)
+    assert features.shape == (2, 6, 3 * 64)
+    assert torch.equal(features[..., :128], extract_features(target, IDS, (1, 3)))
+    assert torch.equal(features[..., 128:], out.hidden_states[-1])
+    assert not torch.equal(features[..., 128:], features[..., 64:128])
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

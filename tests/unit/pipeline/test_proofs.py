@@ -122,6 +122,8 @@ def test_an_export_with_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
 STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: (train, data, drafter)
     "two buckets, dpace": ({"loss": "dpace"}, {"buckets": [18, 64], "max_prompt_tokens": 2}, {}),
+    "DFlash 2, packed": ({"soft_weight": 0.3}, {"samples_per_row": 3}, {"conv_kernel_size": 2, "selector_rank": 8}),
+    "Markov bias, dpace": ({"loss": "dpace"}, {}, {"markov_rank": 8}),
     "packed, soft labels": ({"soft_weight": 0.7}, {"samples_per_row": 3}, {}),
     "multiplier and softcap, mixed layers": (
         {"soft_weight": 1.0, "loss": "dpace"},

@@ -191,13 +191,17 @@ def test_automodels_architecture_is_read_with_automodels_sliding_layers() -> Non
 @pytest.mark.parametrize(
     ("outer", "inner", "what"),
     [
-        ({}, {"conv_kernel_size": 2}, "dflash_config.conv_kernel_size: is 2, which belongs to DFlash 2"),
-        ({}, {"selector_rank": 256}, "belongs to DFlash 2"),
+        ({}, {"conv_kernel_size": 2}, "selector_rank: 0 beside conv_kernel_size 2"),
+        ({}, {"selector_rank": 256}, "dflash_config.selector_rank: is 256, and the architecture DFlashDraftModel"),
         ({}, {"projector_type": "domino"}, "projector_type: 'domino' is a successor of DFlash"),
         ({}, {"markov_rank": 256}, "belongs to DSpark"),
         ({"markov_rank": 256}, {}, "markov_rank: is 256, which belongs to DSpark"),
         ({}, {"attention_sink_bias": True}, "belongs to MiMo's attention sink"),
-        ({"architectures": ["DFlash2DraftModel"]}, {}, "DFlash2DraftModel is a drafter of DFlash 2"),
+        (
+            {"architectures": ["DFlash2DraftModel"]},
+            {},
+            "selector_rank: is None, and the architecture DFlash2",
+        ),
         ({"architectures": ["Qwen3DSparkModel"]}, {}, "Qwen3DSparkModel is a drafter of DSpark"),
         ({"architectures": ["LlamaForCausalLM"], "auto_map": None}, {}, "LlamaForCausalLM is not a DFlash drafter"),
         ({}, {"sample_from_anchor": True}, "sample_from_anchor: True is not supported. Only False is."),
@@ -265,8 +269,6 @@ def test_keys_of_successors_that_are_switched_off_are_plain() -> None:
 @pytest.mark.parametrize(
     ("extra", "head"),
     [
-        ("layers.0.attention_conv.base_kernel", "DFlash 2"),
-        ("candidate_selector.predecessor_codebook", "DFlash 2"),
         ("prefix_gru.weight_ih_l0", "Domino"),
         ("model.markov_head.markov_w1.weight", "DSpark"),
         ("logit_head.markov_w2.weight", "DSpark"),
