@@ -50,11 +50,14 @@ def new_drafter(config: RunConfig, drafter: DrafterConfig, head_VD: Tensor) -> D
     """Return the drafter that training starts from: random by the run's seed, or train.init_from's weights, to which a
     head that they lack is added as the identity."""
     model = DFlashDraftModel(drafter)
-    model.initialise(config.seed, head_VD)
     if config.train.init_from is None:
+        model.initialise(config.seed, head_VD)
         return model
     start = load_drafter(expand_user(config.train.init_from), dtype=torch.float32)
-    model.load_state_dict(start.state_dict(), strict=start.picker is not None or model.picker is None)
+    adding = model.picker is not None and start.picker is None
+    if adding:
+        model.initialise(config.seed, head_VD)
+    model.load_state_dict(start.state_dict(), strict=not adding)
     return model
 
 

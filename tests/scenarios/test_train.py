@@ -178,13 +178,28 @@ def test_generate_prints_the_targets_text_and_tokens_per_target_call(
     _fast_main(monkeypatch)
     command = ["generate", "--prompt", "Tell me about 3.", "--max-new-tokens", "9", "--run"]
     assert main([*command, str(run.folder)]) == 0
-    out = capsys.readouterr().out
+    *text, counts, histogram, shares = capsys.readouterr().out.strip().split("\n")
+    assert "".join(text).strip()
     assert main([*command, "latest"]) == 0
-    assert capsys.readouterr().out.rpartition(";")[0] == out.rpartition(";")[0]
-    text, _, counts = out.strip().rpartition("\n")
-    assert text.strip()
+    again = capsys.readouterr().out.strip().split("\n")
+    assert (again[:-3], again[-2:]) == (text, [histogram, shares])
     tokens, calls = int(counts.split()[0]), int(counts.split()[3])
     assert f"{(tokens - 1) / calls:.2f} tokens per target call" in counts
+    assert histogram.startswith("calls by accepted tokens: ") and histogram.endswith("3.0 slots drafted a call")
+    assert shares.startswith("accepted when every earlier slot was, by slot: ")
+
+    # However many slots are drafted, greedy text is the target's; a sampled one follows from its seed.
+    for length in ("1", "adaptive"):
+        assert main([*command, "latest", "--block-length", length]) == 0
+        assert capsys.readouterr().out.strip().split("\n")[:-3] == text
+    sampled = []
+    for seed in ("1", "1", "2"):
+        assert main([*command, "latest", "--temperature", "1.5", "--seed", seed]) == 0
+        sampled.append(capsys.readouterr().out.strip().split("\n")[:-3])
+    assert sampled[0] == sampled[1] != sampled[2]
+    for option, line in (("--block-length=4", "4 slots are more than the 3"), ("--temperature=-1", "-1.0 is not 0 or")):
+        assert main([*command, "latest", option]) == 2
+        assert line in capsys.readouterr().err
 
 
 def test_training_goes_on_from_an_exported_drafter(finished: tuple[TinyRun, Run], bench: TinyRun) -> None:
