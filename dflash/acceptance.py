@@ -10,7 +10,7 @@ Legend: N anchors, B block size, k = B - 1 drafted slots, Q = N * B, T tokens, C
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,16 @@ def layer_masks(
     context_len: int,
     implementation: str,
     starts_bN: Tensor | None = None,
+    *,
+    apart: bool = False,
 ) -> list[Any]:
-    """Return the training mask of each draft layer; layers of one kind share it. starts_bN as in masks.py."""
+    """Return the training mask of each draft layer; layers of one kind share it. starts_bN as in masks.py.
+
+    apart   for `forward_blocks` of a drafter that drafts_slots_apart: the last layer's queries are slots 1 on
+    """
     layouts = [layer_layout(drafter.config, layer, context_len) for layer in range(drafter.config.num_hidden_layers)]
+    if apart:
+        layouts[-1] = replace(layouts[-1], first_slot=1)
     made = {layout: build_mask(anchors_bN, layout, implementation, starts_bN) for layout in set(layouts)}
     return [made[layout] for layout in layouts]
 

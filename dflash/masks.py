@@ -1,7 +1,8 @@
 """Who may attend to whom: the one predicate, as a dense mask and as a flex BlockMask.
 
 Query axis: the N blocks of B slots one after another. Key axis: the S context tokens, then the same N*B slots.
-Slot i of the block at anchor a stands at position a + i. Legend: b batch, N anchors, B block size, S context, Q = N*B.
+Slot i of the block at anchor a stands at position a + i. The queries may leave out slot 0 of each block (first_slot).
+Legend: b batch, N anchors, B block size, S context, Q = N*B.
 
     allow(q, k) = same_block(q, k) [and k's slot <= q's slot, if causal]
                   or (k is context and s <= k < a)        strictly: at decode the anchor has no target features yet
@@ -37,6 +38,13 @@ class MaskLayout:
     window: int | None = None
     causal: bool = False
     window_reading: str = "slot"
+    first_slot: int = 0
+    """1: the queries are slots 1 on of each block only; the keys are all."""
+
+    @property
+    def query_slots(self) -> int:
+        """Queries of one block."""
+        return self.block_size - self.first_slot
 
 
 def layer_layout(config: DrafterConfig, layer: int, context_len: int) -> MaskLayout:
@@ -50,9 +58,10 @@ def allowed(anchor: Tensor, start: Tensor | int, query: Tensor, key: Tensor, lay
     """Return the predicate for query and key indices (int tensors that broadcast), each query's own anchor, and the
     first token of the anchor's document."""
     S, B = layout.context_len, layout.block_size
-    query_slot, key_slot = query % B, (key - S) % B
+    query_block, query_slot = query // layout.query_slots, query % layout.query_slots + layout.first_slot
+    key_slot = (key - S) % B
     in_context = (key < S) & (key < anchor) & (key >= start)
-    in_block = (key >= S) & ((key - S) // B == query // B)
+    in_block = (key >= S) & ((key - S) // B == query_block)
     if layout.causal:
         in_block = in_block & (key_slot <= query_slot)
     if layout.window is not None and layout.window_reading == "slot":
@@ -68,12 +77,11 @@ def dense_mask(anchors_bN: Tensor, layout: MaskLayout, starts_bN: Tensor | None 
 
     starts_bN   the first token of each anchor's document in its row (None: all 0)
     """
-    num_queries = anchors_bN.shape[1] * layout.block_size
-    device = anchors_bN.device
-    query = torch.arange(num_queries, device=device)[:, None]
-    key = torch.arange(layout.context_len + num_queries, device=device)[None, :]
-    anchor_bQ1 = anchors_bN.repeat_interleave(layout.block_size, dim=1)[:, :, None]
-    start = 0 if starts_bN is None else starts_bN.repeat_interleave(layout.block_size, dim=1)[:, :, None]
+    num_anchors, slots, device = anchors_bN.shape[1], layout.query_slots, anchors_bN.device
+    query = torch.arange(num_anchors * slots, device=device)[:, None]
+    key = torch.arange(layout.context_len + num_anchors * layout.block_size, device=device)[None, :]
+    anchor_bQ1 = anchors_bN.repeat_interleave(slots, dim=1)[:, :, None]
+    start = 0 if starts_bN is None else starts_bN.repeat_interleave(slots, dim=1)[:, :, None]
     return allowed(anchor_bQ1, start, query, key, layout)[:, None]
 
 
@@ -84,16 +92,16 @@ def flex_mask(anchors_bN: Tensor, layout: MaskLayout, starts_bN: Tensor | None =
     Q x (S + Q) is made (torch's own builder evaluates every pair: 7 GB at Q = 24,576, speculators#731) and nothing
     needs compiling.
     """
-    B, S, tile = layout.block_size, layout.context_len, FLEX_TILE
+    B, S, slots, tile = layout.block_size, layout.context_len, layout.query_slots, FLEX_TILE
     num_anchors = anchors_bN.shape[1]
-    num_queries, num_keys = num_anchors * B, S + num_anchors * B
+    num_queries, num_keys = num_anchors * slots, S + num_anchors * B
     device = anchors_bN.device
     num_rows, num_columns = -(-num_queries // tile), -(-num_keys // tile)
     first_query = torch.arange(num_rows, device=device) * tile
     last_query = (first_query + tile - 1).clamp(max=num_queries - 1)
-    first_block, last_block = first_query // B, last_query // B
+    first_block, last_block = first_query // slots, last_query // slots
     # Anchors of one row of tiles; padding places hold 0 and are not sorted, so take true minima and maxima.
-    per_row = int(-(-tile // B)) + 1
+    per_row = int(-(-tile // slots)) + 1
     member = (first_block[:, None] + torch.arange(per_row, device=device)).clamp(max=num_anchors - 1)
     member = torch.minimum(member, last_block[:, None])
     anchors_brm = anchors_bN[:, member]
@@ -124,7 +132,7 @@ def flex_mask(anchors_bN: Tensor, layout: MaskLayout, starts_bN: Tensor | None =
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # flex pads queries to whole tiles and evaluates the mask there too: clamp, or the look-up leaves the
         # tensor (SpecForge#501).
-        block = (q // B).clamp(max=num_anchors - 1)
+        block = (q // slots).clamp(max=num_anchors - 1)
         start = 0 if document_bN is None else document_bN[b, block]
         return allowed(padded_bN[b, block], start, q, k, layout)
 

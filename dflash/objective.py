@@ -98,7 +98,7 @@ def make_rows(labels_MK: Tensor, valid_MK: Tensor, chunk_rows: int) -> Rows:
     block, slot = torch.nonzero(valid_MK, as_tuple=True)
     chunks: list[tuple[int, int, int]] = []
     local = torch.empty_like(block)
-    blocks_per_chunk = max(1, chunk_rows // max(1, block_size - 1))
+    blocks_per_chunk = max(1, min(num_blocks, chunk_rows // max(1, block_size - 1)))
     edges = torch.searchsorted(block, torch.arange(0, num_blocks + blocks_per_chunk, blocks_per_chunk)).tolist()
     for number, (first, end) in enumerate(pairwise(edges)):
         if end > first:
@@ -145,13 +145,25 @@ class _Objective:
     soft_weight: float
     teacher: Teacher | None
 
-    def chunk(self, hidden_RD: Tensor, first: int, end: int, num_blocks: int) -> tuple[Tensor, Tensor]:
+    def buffer(self, hidden_RD: Tensor) -> Tensor | None:
+        """Return room for the logits of any chunk where kernels take them, else None.
+
+        Of one size in every step, whatever the number of its rows, so that the allocator finds what it had.
+        """
+        if self.teacher is not None or not hidden_RD.is_cuda or hidden_RD.dtype == torch.float64:
+            return None
+        most = max((num_blocks for *_, num_blocks in self.rows.chunks), default=0) * (self.rows.block_size - 1)
+        return hidden_RD.new_empty(most, len(self.head_VD))
+
+    def chunk(self, hidden_RD: Tensor, chunk: tuple[int, int, int], buffer: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the gradient of the numerator for the rows of one chunk and their sums (4 + 4K).
 
         A function of its own, so that a chunk's logits are gone before the next one's are made. Works in place.
         """
-        places = (self.rows.block_R[first:end], self.rows.slot_R[first:end])
+        first, end, _ = chunk
         label_R = self.rows.label_R[first:end]
+        if buffer is not None:
+            return self._kernel_chunk(hidden_RD[first:end], label_R, chunk, buffer[: end - first])
         row_R = torch.arange(end - first, device=hidden_RD.device)
         logits_RV = _wide_logits(hidden_RD[first:end], self.head_VD, self.multiplier, self.softcap)
         tanh_RV = None if self.softcap is None else logits_RV / self.softcap
@@ -166,12 +178,7 @@ class _Objective:
         loss_R = entropy_R = (total_R1.log() - gold_R1)[:, 0]
         if divergence_R is not None:
             loss_R = (1 - self.soft_weight) * entropy_R + self.soft_weight * divergence_R
-
-        shape = (num_blocks, self.rows.block_size)
-        entropy_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R)
-        valid_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R.new_ones(()))
-        weight_R = self.weighting.slot_weights(entropy_MK, valid_MK.bool())[places]
-        hit_MK = entropy_R.new_zeros(shape).index_put(places, (best_R1[:, 0] == label_R).to(entropy_R.dtype))
+        weight_R, sums = self._weigh(entropy_R, loss_R, best_R1[:, 0] == label_R, chunk)
 
         # From exp(logits) to weight * multiplier * (p - (1 - s) onehot - s p_teacher), then through the softcap.
         scale_R1 = (weight_R * self.multiplier)[:, None]
@@ -181,8 +188,33 @@ class _Objective:
             logits_RV.addcmul_(teacher_RV, scale_R1, value=-self.soft_weight)
         if tanh_RV is not None:
             logits_RV.mul_(tanh_RV.square_().neg_().add_(1))
-        gradient_RD = logits_RV.to(hidden_RD.dtype) @ self.head_VD
-        return gradient_RD, _tally(weight_R, loss_R, hit_MK, valid_MK)
+        return logits_RV.to(hidden_RD.dtype) @ self.head_VD, sums
+
+    def _kernel_chunk(
+        self, hidden_RD: Tensor, label_R: Tensor, chunk: tuple[int, int, int], logits_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same for hard labels on a GPU: the logits stay in the states' dtype and become their own gradient."""
+        from dflash.kernels import entropy  # needs Triton, which a machine without a GPU may lack
+
+        torch.mm(hidden_RD, self.head_VD.T, out=logits_RV)
+        found = entropy.row_statistics(logits_RV, label_R, self.multiplier, self.softcap)
+        entropy_R = found.total_R.log() - found.gold_R
+        weight_R, sums = self._weigh(entropy_R, entropy_R, found.best_R == label_R, chunk)
+        entropy.gradient_(logits_RV, label_R, found, weight_R, self.multiplier, self.softcap)
+        return logits_RV @ self.head_VD, sums
+
+    def _weigh(
+        self, entropy_R: Tensor, loss_R: Tensor, hit_R: Tensor, chunk: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights m * w (R,) of one chunk's rows and the chunk's sums."""
+        first, end, num_blocks = chunk
+        places = (self.rows.block_R[first:end], self.rows.slot_R[first:end])
+        shape = (num_blocks, self.rows.block_size)
+        entropy_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R)
+        valid_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R.new_ones(()))
+        weight_R = self.weighting.slot_weights(entropy_MK, valid_MK.bool())[places]
+        hit_MK = entropy_R.new_zeros(shape).index_put(places, hit_R.to(entropy_R.dtype))
+        return weight_R, _tally(weight_R, loss_R, hit_MK, valid_MK)
 
 
 def _wide_logits(state_RD: Tensor, head_VD: Tensor, multiplier: float, softcap: float | None) -> Tensor:
@@ -217,8 +249,9 @@ class _HeadLoss(torch.autograd.Function):
         size = 4 + 4 * objective.rows.block_size
         sums = torch.zeros(size, device=hidden_RD.device, dtype=at_least_float32(hidden_RD.dtype))
         gradient_RD = torch.empty_like(hidden_RD)
-        for first, end, num_blocks in objective.rows.chunks:
-            gradient_RD[first:end], found = objective.chunk(hidden_RD, first, end, num_blocks)
+        buffer = objective.buffer(hidden_RD)
+        for chunk in objective.rows.chunks:
+            gradient_RD[chunk[0] : chunk[1]], found = objective.chunk(hidden_RD, chunk, buffer)
             sums += found
         ctx.save_for_backward(gradient_RD)
         ctx.mark_non_differentiable(sums)
@@ -253,7 +286,8 @@ def head_loss(
 
     Products run in hidden's dtype, softmax and sums in float32; float64 stays float64 throughout. Memory is one chunk
     of float32 logits, a second one with a softcap and one more with soft labels, beside a bf16 chunk where the states
-    are bf16. Nothing waits for the device. No rows give zeros and a zero gradient.
+    are bf16; on a GPU and with hard labels it is one chunk in the states' dtype. Nothing waits for the device. No rows
+    give zeros and a zero gradient.
     Raises DFlashError if states, rows and teacher do not fit each other, or soft_weight is not from 0 to 1.
     """
     if not 0.0 <= soft_weight <= 1.0:

@@ -84,6 +84,7 @@ class Replica:
         self.model.load_state_dict(start.state_dict())
         self.model.to(device=device, dtype=self.dtype)
         self.borrowed = borrowed
+        self.mask_token = torch.tensor(drafter.mask_token_id, device=device)
         self.optimizer = MasterAdamW(self.model, config.train, start.state_dict())
         gamma = config.train.gamma or default_gamma(drafter.block_size)
         self.weighting = Weighting(config.train.loss, gamma, config.train.dpace_alpha)
@@ -124,11 +125,20 @@ class Replica:
         return Teacher(state_RD=state_RD, multiplier=1.0, softcap=None)
 
     def states(self, batch: MicroBatch, features_bSX: Tensor) -> Tensor:
-        """Return the compiled body's states (b, Q, D) of a micro-batch on this device."""
+        """Return the compiled body's states (b, Q, D) of a micro-batch on this device; slot 0's may be left out, 0."""
         features_bSC = features_bSX[..., : self.drafter.feature_size]
-        embeddings = block_embeddings(batch.noise_bQ, self.borrowed.embedding_VD, self.drafter)
-        masks = layer_masks(self.model, batch.anchors_bN, features_bSC.shape[1], self.attention, batch.starts_bN)
-        return self.body(features_bSC, embeddings, batch.positions_bQ, masks, batch.positions_bS)
+        table_VD, size = self.borrowed.embedding_VD, self.drafter.block_size
+        anchors_bND = block_embeddings(batch.noise_bQ[:, ::size], table_VD, self.drafter)
+        mask_D = block_embeddings(self.mask_token, table_VD, self.drafter)
+        masks = layer_masks(
+            self.model,
+            batch.anchors_bN,
+            features_bSC.shape[1],
+            self.attention,
+            batch.starts_bN,
+            apart=self.model.drafts_slots_apart,
+        )
+        return self.body(features_bSC, anchors_bND, mask_D, batch.positions_bQ, masks, batch.positions_bS)
 
     def warm_up(self) -> None:
         """Run forward and backward once for every declared shape, and forget the gradients."""
@@ -138,7 +148,7 @@ class Replica:
             shape = (self.config.train.micro_batch, bucket, width)
             features = torch.zeros(shape, device=self.device, dtype=self.dtype)
             self.forward_backward(batch, features)
-        torch._foreach_zero_(self.optimizer.gradients)
+        self.optimizer.forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -152,9 +162,14 @@ def body_of(model: DFlashDraftModel, attention: str) -> Callable[..., Tensor]:
     """Return the function that is compiled: everything between embeddings and head."""
 
     def body(
-        features_bSC: Tensor, embeddings_bQD: Tensor, positions_bQ: Tensor, masks: list[Any], positions_bS: Tensor
+        features_bSC: Tensor,
+        anchors_bND: Tensor,
+        mask_D: Tensor,
+        positions_bQ: Tensor,
+        masks: list[Any],
+        positions_bS: Tensor,
     ) -> Tensor:
-        return model(features_bSC, embeddings_bQD, positions_bQ, masks, attention, positions_bS)
+        return model.forward_blocks(features_bSC, anchors_bND, mask_D, positions_bQ, masks, attention, positions_bS)
 
     return body
 
@@ -170,6 +185,6 @@ def warm_batch(config: RunConfig, drafter: DrafterConfig, bucket: int) -> MicroB
     batch = Collator(config, drafter, samples).collate(0, bucket, tuple(range(config.train.micro_batch)))
     valid_MK = torch.ones(batch.anchors_bN.numel(), drafter.block_size, dtype=torch.bool)
     valid_MK[:, 0] = False
-    rows = make_rows(torch.full(valid_MK.shape, token), valid_MK, config.train.head_chunk_rows)
+    rows = make_rows(torch.full(valid_MK.shape, token), valid_MK, config.head_rows)
     # Whole blocks stay inside the row, for the teacher's state of each slot.
     return replace(batch, anchors_bN=batch.anchors_bN.clamp(max=max(0, bucket - drafter.block_size)), rows=rows)

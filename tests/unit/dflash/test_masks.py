@@ -34,6 +34,8 @@ def _by_the_sentence(anchors: list[int], layout: MaskLayout, documents: list[int
     keys += block_slots
     table = []
     for _, position, number, slot in block_slots:
+        if slot < layout.first_slot:
+            continue
         row = []
         for kind, key_position, key_number, key_slot in keys:
             if kind == "context":
@@ -71,6 +73,23 @@ def test_a_packed_row_shows_a_block_its_own_document_only(kind: dict[str, Any]) 
     mask = dense_mask(torch.tensor([anchors]), layout, starts_bN)
     assert mask[0, 0].tolist() == _by_the_sentence(anchors, layout, documents)
     assert not torch.equal(mask, dense_mask(torch.tensor([anchors]), layout)), "without the starts nothing is hidden"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_from_slot_1_on_see_what_they_see_among_all(kind: dict[str, Any], packed: bool) -> None:
+    """Slot 0 drafts nothing, but it stays a key of its block."""
+    anchors = torch.tensor([[2, 5, 7, 12], [0, 3, 4, 0]])
+    starts = anchors // 5 * 5 if packed else None
+    whole = dense_mask(anchors, MaskLayout(13, 4, **kind), starts)
+    layout = MaskLayout(13, 4, first_slot=1, **kind)
+    mask = dense_mask(anchors, layout, starts)
+    assert mask.shape == (2, 1, 12, 13 + 16) and layout.query_slots == 3
+    assert torch.equal(mask, whole.unflatten(2, (4, 4))[:, :, :, 1:].flatten(2, 3))
+    documents = [position // 5 for position in range(13)] if packed else None
+    for row, places in zip(mask[:, 0].tolist(), anchors.tolist(), strict=True):
+        assert row == _by_the_sentence(places, layout, documents)
+    assert mask[0, 0, torch.arange(4) * 3, 13 + torch.arange(4) * 4].all(), "a slot 1 does not see its slot 0"
 
 
 WINDOW_TABLE: dict[str, tuple[bool, str, list[list[int]]]] = {
@@ -165,6 +184,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("first_slot", [0, 1])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -177,20 +197,23 @@ SHAPES = [
 )
 @pytest.mark.parametrize(("context_len", "num_anchors", "block_size", "num_empty"), SHAPES)
 def test_flex_tiles_and_pairs_agree_with_the_dense_mask(
-    context_len: int, num_anchors: int, block_size: int, num_empty: int, kind: dict[str, Any]
+    context_len: int, num_anchors: int, block_size: int, num_empty: int, kind: dict[str, Any], first_slot: int
 ) -> None:
+    """From slot 1 on a block has 15, 9, 7 or 3 queries: a row of tiles begins anywhere in a block."""
+    layout = MaskLayout(context_len, block_size, first_slot=first_slot, **kind)
     anchors = torch.stack([_random_places(context_len, num_anchors, num_empty, seed) for seed in (0, 1)])
-    _compare(anchors, MaskLayout(context_len, block_size, **kind))
+    _compare(anchors, layout)
     borders = torch.arange(0, context_len, 90)  # documents of 90 tokens
     starts = borders[torch.searchsorted(borders, anchors, right=True) - 1]
-    _compare(anchors, MaskLayout(context_len, block_size, **kind), starts)
+    _compare(anchors, layout, starts)
 
 
+@pytest.mark.parametrize("first_slot", [0, 1])
 @pytest.mark.parametrize("reading", ["slot", "anchor"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flex_tiles_are_right_wherever_the_edge_of_a_window_falls(causal: bool, reading: str) -> None:
+def test_flex_tiles_are_right_wherever_the_edge_of_a_window_falls(causal: bool, reading: str, first_slot: int) -> None:
     """One row of tiles moves over the context in steps of 12, past every edge of a tile and of the window."""
-    layout = MaskLayout(context_len=600, block_size=16, window=400, causal=causal, window_reading=reading)
+    layout = MaskLayout(600, 16, window=400, causal=causal, window_reading=reading, first_slot=first_slot)
     for first in range(2, 590, 12):
         _compare(torch.arange(first, first + 8)[None], layout)
 
@@ -201,13 +224,14 @@ def _compare(anchors: Tensor, layout: MaskLayout, starts: Tensor | None = None) 
     flex = flex_mask(anchors, layout, starts)
     num_queries, num_keys = dense.shape[2:]
     assert flex.seq_lengths == (num_queries, num_keys)
+    padded = -(-num_queries // FLEX_TILE) * FLEX_TILE  # flex asks there too, and may not leave the anchors
     pairs = flex.mask_mod(
         torch.arange(len(anchors))[:, None, None],
         torch.tensor(0),
-        torch.arange(num_queries)[None, :, None],
+        torch.arange(padded)[None, :, None],
         torch.arange(num_keys)[None, None, :],
     )
-    assert torch.equal(pairs, dense[:, 0])
+    assert torch.equal(pairs[:, :num_queries], dense[:, 0])
     assert flex.full_kv_num_blocks is not None and flex.full_kv_indices is not None
     for sample in range(len(anchors)):
         some, every = _tiles(dense[sample, 0])

@@ -54,10 +54,16 @@ def decoded(target: Any, drafter: DFlashDraftModel) -> DecodedSet:
 
 
 def _leaky_masks(
-    model: Any, anchors_bN: Tensor, context_len: int, implementation: str, starts_bN: Tensor | None = None
+    model: Any,
+    anchors_bN: Tensor,
+    context_len: int,
+    implementation: str,
+    starts_bN: Tensor | None = None,
+    *,
+    apart: bool = False,
 ) -> list[Any]:
     """The mistake that a mask can make most easily: the context reaches up to the anchor itself."""
-    return layer_masks(model, anchors_bN + 1, context_len, implementation, starts_bN)
+    return layer_masks(model, anchors_bN + 1, context_len, implementation, starts_bN, apart=apart)
 
 
 def test_a_difference_that_is_no_number_is_infinite() -> None:
