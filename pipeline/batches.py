@@ -118,6 +118,7 @@ class Collator:
 
     def __init__(self, config: RunConfig, drafter: DrafterConfig, samples: Sequence[Sample]) -> None:
         self._train, self._seed, self._drafter = config.train, config.seed, drafter
+        self._head_rows = config.head_rows
         self._samples, self._rows = samples, rows_of(config, samples)
         self._places = config.train.num_anchors * config.data.samples_per_row
         self._packed = config.data.samples_per_row > 1
@@ -162,9 +163,7 @@ class Collator:
                 first, place = first + len(ids), place + used
             samples.append(tuple(held))
         slots = (anchors - starts)[:, :, None] + np.arange(K)
-        rows = make_rows(
-            torch.from_numpy(labels).view(-1, K), torch.from_numpy(valid).view(-1, K), self._train.head_chunk_rows
-        )
+        rows = make_rows(torch.from_numpy(labels).view(-1, K), torch.from_numpy(valid).view(-1, K), self._head_rows)
         return MicroBatch(
             bucket=bucket,
             indices=indices,

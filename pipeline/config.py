@@ -153,8 +153,9 @@ class TrainConfig(Section):
     """Type of the drafter's matmuls; master weights, norms, rotary angles and reductions stay in float32."""
     checkpoint_every: int = Field(default=100, gt=0)
     """Steps between checkpoints; the last step is always saved."""
-    head_chunk_rows: int = Field(default=512, gt=0)
-    """Supervised slots whose logits exist at once; bounds the head's memory (4 bytes x vocabulary a row)."""
+    head_chunk_rows: int | None = Field(default=None, gt=0)
+    """Supervised slots whose logits exist at once; bounds the head's memory: vocabulary x 2 bytes a row on a GPU in
+    bf16, x 4 elsewhere. None: 2048 on a GPU, 512 on the CPU."""
     keep_checkpoints: int = Field(default=2, gt=0)
     """Newest checkpoints that are kept."""
     log_every: int = Field(default=1, gt=0)
@@ -225,6 +226,11 @@ class RunConfig(Section):
     topology: TopologyConfig = TopologyConfig()
     compile: CompileConfig = CompileConfig()
     verify: VerifyConfig = VerifyConfig()
+
+    @property
+    def head_rows(self) -> int:
+        """Supervised slots whose logits exist at once."""
+        return self.train.head_chunk_rows or (512 if self.topology.drafters[0] == "cpu" else 2048)
 
     @model_validator(mode="after")
     def _block_in_bucket(self) -> RunConfig:

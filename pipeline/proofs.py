@@ -63,7 +63,7 @@ def compiled_equals_dense(
             states = replica.states(batch, given).detach()
             replica.forward_backward(batch, given)
             found.append((states, [g.clone() for g in replica.optimizer.gradients]))
-            torch._foreach_zero_(replica.optimizer.gradients)
+            replica.optimizer.forget()
 
     with gate.worker("verify"):
         gate.warm_up(run)

@@ -54,6 +54,7 @@ class GradientExchange:
         if len(self._replicas) == 1:
             return sums
         self._sums[index] = sums
+        _ = self._replicas[index].optimizer.gradients  # zeroed now, by their own worker, if its step had no micro-batch
         self._settle(index)
         self.rendezvous.wait()
         device = self._replicas[index].device

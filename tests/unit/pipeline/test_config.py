@@ -130,6 +130,21 @@ def test_overrides_reach_sections_lists_and_sections_that_the_file_leaves_out() 
     assert config.train.betas == (0.5, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        (["topology.drafters=[cpu]"], 512),
+        (['topology.drafters=["cuda:0"]'], 2048),
+        (["topology.drafters=[cpu]", "train.head_chunk_rows=100"], 100),
+        (['topology.drafters=["cuda:0"]', "train.head_chunk_rows=100"], 100),
+    ],
+)
+def test_a_gpus_chunk_of_logits_is_larger_unless_the_configuration_says_how_large(
+    overrides: list[str], rows: int
+) -> None:
+    assert load_config(QUICKSTART, overrides).head_rows == rows
+
+
 def test_a_number_with_an_exponent_needs_no_dot() -> None:
     # YAML 1.1, which PyYAML follows, reads 3e-3 as text.
     assert yaml.safe_load("3e-3") == "3e-3"

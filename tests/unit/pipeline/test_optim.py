@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash.compile import CompileGate
+from dflash.model import DFlashDraftModel
 from pipeline.checkpoints import load_checkpoint, save_checkpoint
 from pipeline.config import TrainConfig
 from pipeline.optim import MasterAdamW, learning_rate
+from pipeline.replica import Borrowed, Replica
+from tests.tiny_run import tiny_config, tiny_drafter
 
 
 def _config(**changes: Any) -> TrainConfig:
@@ -120,9 +125,118 @@ def test_gradients_of_a_bfloat16_model_are_added_up_in_float32() -> None:
     for _ in range(300):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.collect()
-        assert (model.weight.grad == 0).all()
+        assert model.weight.grad is None
     assert optimizer.gradients[0].dtype == torch.float32
     assert optimizer.gradients[0].item() == 300  # bfloat16 stops at 256
+
+
+def _collect(model: Small, optimizer: MasterAdamW, value: float, *, without: str = "") -> None:
+    """Let the optimizer collect a micro-batch whose gradient is `value` everywhere; `without` names a parameter that
+    has none."""
+    for name, parameter in model.named_parameters():
+        if name == without:
+            continue
+        gradient = torch.full_like(parameter, value)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient  # as autograd does
+    optimizer.collect()
+
+
+def _held(optimizer: MasterAdamW) -> list[set[float]]:
+    return [set(gradient.flatten().tolist()) for gradient in optimizer.gradients]
+
+
+def _after_a_step(dtype: torch.dtype) -> tuple[Small, MasterAdamW]:
+    """Return a model and its optimizer after a step of two micro-batches; 8 is what the first one's gradient was."""
+    model = _small(dtype)
+    optimizer = MasterAdamW(model, _config())
+    for _ in range(2):
+        _collect(model, optimizer, 8.0)
+    optimizer.step(1e-3, torch.tensor(1.0))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_begins_at_its_first_micro_batch_and_its_second_is_added(dtype: torch.dtype) -> None:
+    model, optimizer = _after_a_step(dtype)
+    _collect(model, optimizer, 0.5)
+    assert _held(optimizer) == [{0.5}] * 3
+    _collect(model, optimizer, 0.25)
+    assert _held(optimizer) == [{0.75}] * 3
+    optimizer.forget()
+    _collect(model, optimizer, 0.125)
+    assert _held(optimizer) == [{0.125}] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_forgetting_the_last_steps_gradient_would_stay_in_the_sum(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MasterAdamW, "forget", lambda self: None)
+    model, optimizer = _after_a_step(dtype)
+    _collect(model, optimizer, 0.5)
+    assert all(0.5 not in held for held in _held(optimizer))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_without_a_gradient_in_the_first_micro_batch_keeps_nothing_of_the_last_step(
+    dtype: torch.dtype,
+) -> None:
+    model, optimizer = _after_a_step(dtype)
+    _collect(model, optimizer, 0.5, without="linear.bias")
+    assert optimizer.names[1] == "linear.bias"
+    assert _held(optimizer) == [{0.5}, {0.0}, {0.5}]
+    _collect(model, optimizer, 0.25)
+    assert _held(optimizer) == [{0.75}, {0.25}, {0.75}]
+
+
+class _Foreach(TorchDispatchMode):
+    """Keeps the names of the operations over lists of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_foreach_" in str(func):
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_first_micro_batch_is_written_over_the_last_step_with_no_zeroing_between() -> None:
+    """One pass over the float32 sums where zeroing and adding are three (a 1 B drafter's are 4 GB)."""
+    model, optimizer = _after_a_step(torch.bfloat16)
+    with _Foreach() as seen:
+        _collect(model, optimizer, 0.5)
+    assert seen.names == ["_foreach_copy_"]
+    with _Foreach() as seen:
+        _collect(model, optimizer, 0.5)
+    assert seen.names == ["_foreach_add_"]
+    optimizer.step(1e-3, torch.tensor(1.0))
+    with _Foreach() as seen:
+        assert _held(optimizer) == [{0.0}] * 3
+    assert seen.names == ["_foreach_zero_"]
+
+
+def _warm_replica(precision: str) -> Replica:
+    """Return a tiny replica after its warm-up."""
+    config, drafter = tiny_config(train={"precision": precision}), tiny_drafter()
+    start = DFlashDraftModel(drafter)
+    table = torch.randn(drafter.vocab_size, drafter.hidden_size, generator=torch.Generator().manual_seed(3))
+    start.initialise(0, table)
+    table = table.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    gate = CompileGate(workers=1, backend="aot_eager")
+    replica = Replica("one", config, drafter, start, Borrowed(table, table), torch.device("cpu"), gate)
+    with gate.worker("one"):
+        gate.warm_up(replica.warm_up)
+    gate.close()
+    return replica
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_warm_ups_gradients_are_forgotten(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all((gradient == 0).all() for gradient in _warm_replica(precision).optimizer.gradients)
+    monkeypatch.setattr(MasterAdamW, "forget", lambda self: None)
+    assert any((gradient != 0).any() for gradient in _warm_replica(precision).optimizer.gradients)
 
 
 def test_masters_begin_at_the_weights_that_the_model_was_rounded_from() -> None:

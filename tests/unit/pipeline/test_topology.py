@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash.compile import CompileGate, GateAborted
 from dflash.taps import extract_features
 from pipeline.batches import Collator, MicroBatch
+from pipeline.config import TrainConfig
 from pipeline.data import FeatureShards, ShardWriter
+from pipeline.optim import MasterAdamW
 from pipeline.topology import CachedFeatures, GradientExchange, OnlineFeatures, Rendezvous
 from tests.tiny import tiny_model
 from tests.tiny_run import made_up_samples, tiny_config, tiny_drafter
@@ -110,6 +112,82 @@ def test_the_exchange_works_step_after_step() -> None:
     expected = [value for step in range(50) for value in (3.0 * step, 2.0 * step)]
     assert _in_threads(lambda: work(0), lambda: work(1)) == [expected, expected]
     assert exchange.rendezvous.seconds_waited > 0
+
+
+class Noted(MasterAdamW):
+    """Notes which worker's thread zeroed the gradients of a step that is over."""
+
+    zeroed_by: list[str]
+    looks_first = True
+    """False: the first look finds them as they are, as if `total` did not look before it waits."""
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        if self._spent and not self.looks_first:
+            self.looks_first = True
+            return []
+        if self._spent:
+            self.zeroed_by.append(threading.current_thread().name)
+        return super().gradients
+
+
+def _optimizers(dtype: torch.dtype) -> tuple[list[nn.Module], list[Any]]:
+    """Return two equal models and their optimizers after a step; in each gradient is a 5 that no longer counts."""
+    models: list[nn.Module] = [nn.Linear(3, 2).to(dtype) for _ in range(2)]
+    optimizers = [Noted(model, TrainConfig(steps=10)) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        _give(model, optimizer, 5.0)
+        optimizer.step(1e-3, torch.tensor(1.0))
+        optimizer.zeroed_by = []
+    return models, optimizers
+
+
+def _give(model: nn.Module, optimizer: MasterAdamW, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.collect()
+
+
+def _exchange(optimizers: list[Any]) -> None:
+    """Let two workers, named by their index, exchange; the second is late after each wait."""
+    exchange = GradientExchange([SimpleNamespace(device=CPU, optimizer=o) for o in optimizers])  # type: ignore[misc]
+    wait = exchange.rendezvous.wait
+
+    def late() -> None:
+        wait()
+        time.sleep(0.2 * (threading.current_thread().name == "1"))
+
+    exchange.rendezvous.wait = late  # type: ignore[method-assign]
+
+    def work(index: int) -> None:
+        threading.current_thread().name = str(index)
+        exchange.total(index, torch.zeros(2))
+
+    assert _in_threads(partial(work, 0), partial(work, 1)) == [None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_worker_without_a_micro_batch_adds_zeros_and_not_its_last_gradient(dtype: torch.dtype) -> None:
+    """An epoch's last step may have fewer micro-batches than there are workers."""
+    models, optimizers = _optimizers(dtype)
+    _give(models[0], optimizers[0], 2.0)
+    _exchange(optimizers)
+    for optimizer in optimizers:
+        assert [set(gradient.flatten().tolist()) for gradient in optimizer.gradients] == [{2.0}, {2.0}]
+
+
+def test_a_worker_zeroes_its_own_spent_gradients_before_another_can_read_them() -> None:
+    """Left to whoever reads first, two threads find them spent, and the second zeroes what the first has added."""
+    models, optimizers = _optimizers(torch.bfloat16)
+    _give(models[0], optimizers[0], 2.0)
+    _exchange(optimizers)
+    assert [optimizer.zeroed_by for optimizer in optimizers] == [[], ["1"]]
+
+    models, optimizers = _optimizers(torch.bfloat16)
+    _give(models[0], optimizers[0], 2.0)
+    optimizers[1].looks_first = False
+    _exchange(optimizers)
+    assert optimizers[1].zeroed_by == ["0"]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
