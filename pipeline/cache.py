@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SETS = ("train", "held_out", "out_of_domain")
 ANSWERED = ("train", "held_out")
 """Sets whose prompts the target answers here: held-out answers give tau during training, and are never trained on."""
-FORMAT = 2
+FORMAT = 3
 """Part of every data key: raise it when regenerate.py, taps.py or data.py write something else than before."""
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.errors import DataError
+from pipeline.static_decode import StaticDecoder, why_not_static
+
+log = logging.getLogger(__name__)
+
+Answers = Iterator[tuple[list[int], list[list[int]]]]
+"""One item a batch: the indices of its prompts and their answers."""
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -28,7 +35,6 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return ids
 
 
-@torch.inference_mode()
 def generate_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -42,10 +48,57 @@ def generate_answers(
 
     progress   called with (answered prompts, new tokens so far) after each batch
 
-    Prompts are batched by length and padded on the left. Rounding in a batch may move a near-tie: the answers are the
-    target's own text, but not always token for token what a batch of one would give.
+    Greedy is the argmax of the target's logits: of its generation_config only the stop tokens count, since a repetition
+    penalty there would make texts that speculative decoding of the bare target never sees. Prompts are batched by
+    length. Rounding in a batch may move a near-tie: the answers are the target's own text, but not always token for
+    token what a batch of one would give. On CUDA, no other thread may use the device meanwhile (StaticDecoder).
     """
     stops = stop_ids(model, tokenizer)
+    order = sorted(range(len(prompt_ids)), key=lambda index: (len(prompt_ids[index]), index))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    decode = _static_answers
+    if reason := why_not_static(model):
+        log.warning("the target's answers are made with the library's loop, many times slower on a GPU: %s", reason)
+        decode = _library_answers
+    answers: list[list[int]] = [[] for _ in prompt_ids]
+    num_prompts = num_tokens = 0
+    for batch, written in decode(model, stops, prompt_ids, batches, max_new_tokens):
+        for index, answer in zip(batch, written, strict=True):
+            answers[index] = answer
+        num_prompts += len(batch)
+        num_tokens += sum(map(len, written))
+        if progress:
+            progress(num_prompts, num_tokens)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # memory of recorded steps serves nothing else until it is given back
+    return answers
+
+
+def _static_answers(
+    model: PreTrainedModel,
+    stops: tuple[int, ...],
+    prompt_ids: Sequence[Sequence[int]],
+    batches: Sequence[list[int]],
+    max_new_tokens: int,
+) -> Answers:
+    decoder = None
+    for batch in batches:
+        prompts = [prompt_ids[index] for index in batch]
+        num_slots = len(prompts[-1]) + max_new_tokens  # the longest: batches are sorted
+        if decoder is None or decoder.num_slots < num_slots:
+            decoder = None  # frees the old one's cache before the new one's is made
+            decoder = StaticDecoder(model, stops, len(batches[0]), num_slots)
+        yield batch, decoder.answers(prompts, max_new_tokens)
+
+
+@torch.inference_mode()
+def _library_answers(
+    model: PreTrainedModel,
+    stops: tuple[int, ...],
+    prompt_ids: Sequence[Sequence[int]],
+    batches: Sequence[list[int]],
+    max_new_tokens: int,
+) -> Answers:
     settings = GenerationConfig(
         do_sample=False,
         num_beams=1,
@@ -54,29 +107,23 @@ def generate_answers(
         pad_token_id=stops[0],
         use_cache=True,
     )
-    order = sorted(range(len(prompt_ids)), key=lambda index: (len(prompt_ids[index]), index))
-    answers: list[list[int]] = [[] for _ in prompt_ids]
-    num_tokens = 0
-    for start in range(0, len(order), batch_size):
-        chunk = order[start : start + batch_size]
-        width = max(len(prompt_ids[index]) for index in chunk)
-        input_ids = torch.full((len(chunk), width), stops[0], dtype=torch.long)
+    for batch in batches:
+        width = max(len(prompt_ids[index]) for index in batch)
+        input_ids = torch.full((len(batch), width), stops[0], dtype=torch.long)
         attention_mask = torch.zeros_like(input_ids)
-        for row, index in enumerate(chunk):
+        for row, index in enumerate(batch):
             length = len(prompt_ids[index])
             input_ids[row, width - length :] = torch.tensor(prompt_ids[index], dtype=torch.long)
             attention_mask[row, width - length :] = 1
-        output = model.generate(  # type: ignore[operator]
-            input_ids=input_ids.to(model.device),
-            attention_mask=attention_mask.to(model.device),
-            generation_config=settings,
-        )
-        for row, index in enumerate(chunk):
-            answers[index] = _cut(output[row, width:].tolist(), stops)
-            num_tokens += len(answers[index])
-        if progress:
-            progress(start + len(chunk), num_tokens)
-    return answers
+        own = model.generation_config
+        model.generation_config = settings  # else generate() takes what `settings` leaves open from the model's
+        try:
+            output = model.generate(  # type: ignore[operator]
+                input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device)
+            )
+        finally:
+            model.generation_config = own
+        yield batch, [_cut(ids, stops) for ids in output[:, width:].tolist()]
 
 
 def _cut(ids: list[int], stops: tuple[int, ...]) -> list[int]:
