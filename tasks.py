@@ -362,6 +362,12 @@ def race(c: Context, json: str = "", lock: str = "runtime", runs: int = 3, jobs:
     _run([*arguments, *(["--device", device] if device else [])], lock=lock)
 
 
+@task(help={"json": "also write the results here", "device": "auto, cpu or cuda", "sizes": "reference, small or all"})
+def bench(c: Context, json: str = "", device: str = "auto", sizes: str = "") -> None:
+    """Time training steps, as shares of what this machine's own products and copies reach."""
+    _run(["-m", "benchmarks.step", *_options(json=json, device=device, sizes=sizes)])
+
+
 @task(
     help={
         "check": "change nothing; fail if a lock is not what its .in file gives",
@@ -379,22 +385,6 @@ def lock(c: Context, check: bool = False, next: bool = False) -> None:
 
 
 namespace = Collection(
-    train,
-    generate,
-    export,
-    import_drafter,
-    serve_command,
-    smoke,
-    build,
-    shell,
-    clean,
-    move_cache,
-    race,
-    test,
-    doctor,
-    fingerprint,
-    diff,
-    lint,
-    typecheck,
-    lock,
+    *(train, generate, export, import_drafter, serve_command, smoke, build, shell, clean, move_cache, race, bench),
+    *(test, doctor, fingerprint, diff, lint, typecheck, lock),
 )

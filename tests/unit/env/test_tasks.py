@@ -24,7 +24,7 @@ def test_the_list_of_tasks_says_what_each_is_for(project: Path) -> None:
     listing = invoke(project, "--list").stdout
     lines = [line.split(None, 1) for line in listing.splitlines() if line.startswith("  ") and line[2] != " "]
     names = {"train", "generate", "smoke", "build", "shell", "race", "test", "doctor", "fingerprint", "diff"}
-    names |= {"clean", "cache", "lint", "typecheck", "lock", "export", "import", "serve-command"}
+    names |= {"clean", "cache", "lint", "typecheck", "lock", "export", "import", "serve-command", "bench"}
     assert {parts[0] for parts in lines} == names and all(len(parts) == 2 for parts in lines)
 
 
@@ -57,6 +57,14 @@ def test_smoke_hands_its_options_to_the_pipeline(project: Path) -> None:
     assert invoke(project, "smoke").stdout == "argv smoke\n"
     done = invoke(project, "smoke", "--device", "cpu", "--json", "out.json")
     assert done.stdout == f"argv smoke --device cpu --json {project}/out.json\n"
+
+
+def test_bench_hands_its_options_to_the_benchmark(project: Path) -> None:
+    (project / "benchmarks").mkdir()
+    (project / "benchmarks/step.py").write_text('import sys\nprint("argv", *sys.argv[1:], flush=True)\n')
+    assert invoke(project, "bench").stdout == "argv --device auto\n"
+    done = invoke(project, "bench", "--json", "out.json", "--device", "cpu", "--sizes", "small")
+    assert done.stdout == "argv --json out.json --device cpu --sizes small\n"
 
 
 def test_diff_takes_two_runs_by_position(project: Path) -> None:
