@@ -14,8 +14,13 @@ import numpy as np
 
 def sample_seed(seed: int, epoch: int, sample_id: str) -> np.random.Generator:
     """Return the generator of one sample in one epoch: batch, worker and resume do not change the draw."""
+    return np.random.default_rng([seed, epoch, *sample_words(sample_id)])
+
+
+def sample_words(sample_id: str) -> list[int]:
+    """Return what an id brings to its generator's seed: four numbers."""
     digest = hashlib.sha256(sample_id.encode()).digest()
-    return np.random.default_rng([seed, epoch, *np.frombuffer(digest[:16], dtype=np.uint32).tolist()])
+    return np.frombuffer(digest[:16], dtype=np.uint32).tolist()
 
 
 def eligible_anchors(loss_mask_T: np.ndarray) -> np.ndarray:
@@ -31,7 +36,11 @@ def draw_anchors(loss_mask_T: np.ndarray, num_anchors: int, rng: np.random.Gener
 
     Sorted because contiguous blocks make the attention mask block-sparse; it changes speed, not results.
     """
-    positions = eligible_anchors(loss_mask_T)
+    return choose_anchors(eligible_anchors(loss_mask_T), num_anchors, rng)
+
+
+def choose_anchors(positions: np.ndarray, num_anchors: int, rng: np.random.Generator) -> np.ndarray:
+    """`draw_anchors` from the eligible positions."""
     if len(positions) > num_anchors:
         positions = rng.choice(positions, size=num_anchors, replace=False, shuffle=False)
     return np.sort(positions)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,22 +90,34 @@ class Rows:
     def to(self, device: torch.device | str) -> Rows:
         """Return the rows on `device`; the chunks stay on the host."""
         names = ("index_R", "block_R", "slot_R", "label_R")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        moved: dict[str, Any] = {name: send(getattr(self, name), device) for name in names}
+        return replace(self, **moved)
+
+
+def send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a host tensor on `device`, without waiting for what runs there.
+
+    From pageable memory CUDA copies in stream order while the host waits: each step would begin when the one before it
+    has ended.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def make_rows(labels_MK: Tensor, valid_MK: Tensor, chunk_rows: int) -> Rows:
     """Return the supervised rows of M blocks; a chunk holds whole blocks and at most about `chunk_rows` rows."""
     num_blocks, block_size = labels_MK.shape
-    block, slot = torch.nonzero(valid_MK, as_tuple=True)
-    chunks: list[tuple[int, int, int]] = []
-    local = torch.empty_like(block)
+    index = np.flatnonzero(valid_MK.numpy())  # numpy: four times as fast as torch here, and each step waits for it
+    block = index // block_size
     blocks_per_chunk = max(1, min(num_blocks, chunk_rows // max(1, block_size - 1)))
-    edges = torch.searchsorted(block, torch.arange(0, num_blocks + blocks_per_chunk, blocks_per_chunk)).tolist()
-    for number, (first, end) in enumerate(pairwise(edges)):
-        if end > first:
-            local[first:end] = block[first:end] - number * blocks_per_chunk
-            chunks.append((first, end, blocks_per_chunk))
-    return Rows(block * block_size + slot, local, slot, labels_MK[block, slot], tuple(chunks), block_size)
+    edges = np.searchsorted(block, np.arange(0, num_blocks + blocks_per_chunk, blocks_per_chunk)).tolist()
+    chunks = tuple((first, end, blocks_per_chunk) for first, end in pairwise(edges) if end > first)
+    label = labels_MK.numpy().ravel()[index]
+    index_R, block_R, slot_R, label_R = (
+        torch.from_numpy(column) for column in (index, block % blocks_per_chunk, index - block * block_size, label)
+    )
+    return Rows(index_R, block_R, slot_R, label_R, chunks, block_size)
 
 
 @dataclass

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dflash.anchors import Blocks, build_blocks, draw_anchors, sample_seed
+from dflash.anchors import choose_anchors, eligible_anchors, sample_words
 from dflash.config import DrafterConfig
-from dflash.objective import Rows, make_rows
+from dflash.objective import Rows, make_rows, send
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.packing import pack_rows
@@ -98,7 +99,7 @@ class MicroBatch:
         """Return the micro-batch on `device`."""
         names = ("tokens_bS", "positions_bS", "noise_bQ", "anchors_bN", "starts_bN", "positions_bQ")
         held = {name: getattr(self, name) for name in names}
-        moved = {name: t.to(device, non_blocking=True) for name, t in held.items() if t is not None}
+        moved: dict[str, Any] = {name: send(t, device) for name, t in held.items() if t is not None}
         return replace(self, **moved, rows=self.rows.to(device))
 
 
@@ -113,6 +114,22 @@ def plan_of(config: RunConfig, samples: Sequence[Sample]) -> BatchPlan:
     return BatchPlan(lengths, config.data.buckets, config.train.batch_size, config.seed)
 
 
+@dataclass(frozen=True)
+class _Text:
+    """What every epoch needs of a sample: ids int64, supervised bool, eligible anchors, its part of the seed."""
+
+    ids: np.ndarray
+    supervised: np.ndarray
+    eligible: np.ndarray
+    words: list[int]
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Text:
+        supervised = np.array(sample.loss_mask, dtype=bool)
+        ids = np.array(sample.input_ids, dtype=np.int64)
+        return cls(ids, supervised, eligible_anchors(supervised), sample_words(sample.id))
+
+
 class Collator:
     """Makes micro-batches of constant shape (micro_batch, bucket) from samples."""
 
@@ -122,7 +139,7 @@ class Collator:
         self._samples, self._rows = samples, rows_of(config, samples)
         self._places = config.train.num_anchors * config.data.samples_per_row
         self._packed = config.data.samples_per_row > 1
-        self._arrays = [(np.array(s.input_ids, dtype=np.int64), np.array(s.loss_mask)) for s in samples]
+        self._texts = [_Text.of(sample) for sample in samples]
 
     def micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
         """Return the batch cut into all micro-batches of a step; the last ones may be partly or wholly empty."""
@@ -132,36 +149,43 @@ class Collator:
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Return the tokens of some rows, without padding."""
-        return sum(len(self._arrays[i][0]) for row in indices for i in self._rows[row])
+        return sum(len(self._texts[i].ids) for row in indices for i in self._rows[row])
 
     def collate(self, epoch: int, bucket: int, indices: tuple[int, ...]) -> MicroBatch:
         """Return one micro-batch of rows; `indices` may be shorter than micro_batch.
 
-        Each sample's blocks are made for itself and then moved to its place, so nothing can reach over a border.
+        The blocks are those of `dflash.build_blocks` for each sample, moved to its place: a block ends with its sample,
+        so nothing can reach over a border.
         """
         size, places, K = self._train.micro_batch, self._places, self._drafter.block_size
-        tokens = np.zeros((size, bucket), dtype=np.int64)
+        tokens, supervised = np.zeros((size, bucket), dtype=np.int64), np.zeros((size, bucket), dtype=bool)
         positions = np.tile(np.arange(bucket), (size, 1))
-        anchors, starts = np.zeros((2, size, places), dtype=np.int64)
-        noise = np.full((size, places, K), self._drafter.mask_token_id, dtype=np.int64)
-        labels, valid = np.zeros((size, places, K), dtype=np.int64), np.zeros((size, places, K), dtype=bool)
+        anchors, starts, ends = np.zeros((3, size, places), dtype=np.int64)  # an empty place ends where it begins
         samples: list[tuple[tuple[int, int], ...]] = []
         for row, index in enumerate(indices):
             first = place = 0
             held: list[tuple[int, int]] = []
             for sample in self._rows[index]:
-                ids, blocks = self._arrays[sample][0], self._blocks(epoch, sample)
-                tokens[row, first : first + len(ids)] = ids
-                positions[row, first:] = np.arange(bucket - first)  # padding after the last one counts on
+                text = self._texts[sample]
+                drawn = self._drawn(epoch, text)
+                own, end = slice(first, first + len(text.ids)), first + len(text.ids)
+                tokens[row, own], supervised[row, own] = text.ids, text.supervised
+                if first:
+                    positions[row, first:] = np.arange(bucket - first)  # padding after the last one counts on
                 # Empty places all stand at the row's end: among the others they would widen the tiles of the mask.
-                used = int(blocks.valid_NK.any(1).sum())
-                own = slice(place, place + used)
-                anchors[row, own], starts[row, own] = blocks.anchors_N[:used] + first, first
-                noise[row, own], labels[row, own] = blocks.noise_NK[:used], blocks.labels_NK[:used]
-                valid[row, own] = blocks.valid_NK[:used]
+                taken = slice(place, place + len(drawn))
+                anchors[row, taken], starts[row, taken], ends[row, taken] = drawn + first, first, end
                 held.append((sample, first))
-                first, place = first + len(ids), place + used
+                first, place = end, place + len(drawn)
             samples.append(tuple(held))
+        wanted = anchors[:, :, None] + np.arange(K)
+        inside = wanted < ends[:, :, None]
+        wanted = np.where(inside, wanted, 0).reshape(size, -1)
+        labels = np.take_along_axis(tokens, wanted, 1).reshape(inside.shape) * inside
+        valid = np.take_along_axis(supervised, wanted, 1).reshape(inside.shape) & inside
+        valid[:, :, 0] = False
+        noise = np.full(inside.shape, self._drafter.mask_token_id, dtype=np.int64)
+        noise[:, :, 0] = np.where(ends > 0, np.take_along_axis(tokens, anchors, 1), self._drafter.mask_token_id)
         slots = (anchors - starts)[:, :, None] + np.arange(K)
         rows = make_rows(torch.from_numpy(labels).view(-1, K), torch.from_numpy(valid).view(-1, K), self._head_rows)
         return MicroBatch(
@@ -178,15 +202,7 @@ class Collator:
             num_tokens=self.num_tokens(indices),
         )
 
-    def _blocks(self, epoch: int, sample: int) -> Blocks:
-        ids, supervised = self._arrays[sample]
-        N = self._train.num_anchors
-        drawn = draw_anchors(supervised, N, sample_seed(self._seed, epoch, self._samples[sample].id))
-        return build_blocks(
-            ids,
-            supervised,
-            drawn,
-            num_anchors=N,
-            block_size=self._drafter.block_size,
-            mask_token_id=self._drafter.mask_token_id,
-        )
+    def _drawn(self, epoch: int, text: _Text) -> np.ndarray:
+        """Return a sample's anchors of an epoch, as `dflash.draw_anchors` draws them by `dflash.sample_seed`."""
+        rng = np.random.default_rng([self._seed, epoch, *text.words])
+        return choose_anchors(text.eligible, self._train.num_anchors, rng)

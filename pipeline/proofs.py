@@ -155,7 +155,7 @@ def _features(
         found = target_features(target, batch, data.drafter.target_layer_ids, bool(config.train.soft_weight))
         return found.to(device, dtype)
     cached = CachedFeatures(data.features, feature_width(config, data.drafter))
-    return cached(0, batch, config.train.micro_batch, device, dtype)
+    return cached(batch, config.train.micro_batch, device, dtype)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class CachedFeatures:
     def __init__(self, shards: FeatureShards, feature_size: int) -> None:
         self._shards, self._width = shards, feature_size
 
-    def __call__(self, worker: int, batch: MicroBatch, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def __call__(self, batch: MicroBatch, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         out_bSC = torch.zeros(size, batch.bucket, self._width, dtype=dtype)
         for row, held in enumerate(batch.samples):
             for sample, first in held:
@@ -102,7 +102,8 @@ class OnlineFeatures:
     """Features made by the target in a thread of its own, a bounded queue ahead of each drafter.
 
     `work` is the thread's loop: for each micro-batch in order of use, run the target inside gate.step() (so it is
-    parked during a compile) and hand the features to the worker that will train on it.
+    parked during a compile) and hand batch and features to the worker that will train on it. The batch comes along so
+    that it is made once, ahead of its use, and not by the worker while its GPU waits.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class OnlineFeatures:
         final_state: bool = False,
     ) -> None:
         self._target, self._layer_ids, self._gate, self._final_state = target, layer_ids, gate, final_state
-        self._queues: list[queue.Queue[Tensor]] = [queue.Queue(depth) for _ in range(num_workers)]
+        self._queues: list[queue.Queue[tuple[MicroBatch, Tensor]]] = [queue.Queue(depth) for _ in range(num_workers)]
         self.stopping = threading.Event()
         self.seconds_target_waited = 0.0
         self.seconds_drafters_waited = 0.0
@@ -130,16 +131,17 @@ class OnlineFeatures:
                     features = target_features(self._target, batch, self._layer_ids, self._final_state)
                 start = time.perf_counter()
                 try:
-                    self._hand_over(self._queues[worker].put, features)
+                    self._hand_over(self._queues[worker].put, (batch, features))
                 except GateAborted:  # nobody needs them any more; a failure is told by the worker that had it
                     return
                 self.seconds_target_waited += time.perf_counter() - start
 
-    def __call__(self, worker: int, batch: MicroBatch, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def take(self, worker: int, device: torch.device, dtype: torch.dtype) -> tuple[MicroBatch, Tensor]:
+        """Return a worker's next micro-batch and its features (b, S, X), both on `device`."""
         start = time.perf_counter()
-        features = self._hand_over(self._queues[worker].get)
+        batch, features = self._hand_over(self._queues[worker].get)
         self.seconds_drafters_waited += time.perf_counter() - start
-        return features.to(device, dtype, non_blocking=True)
+        return batch.to(device), features.to(device, dtype, non_blocking=True)
 
     def _hand_over(self, operation: Callable[..., Any], *args: Any) -> Any:
         """Put or get, giving up when the run stops: a dead partner must not leave this thread waiting."""

@@ -84,7 +84,8 @@ class Trainer:
         ]
         self.exchange = GradientExchange(self.replicas)
         self.online = self._beside(target) if online else None
-        self.features = self.online or CachedFeatures(_required(data.features), feature_width(config, data.drafter))
+        width = feature_width(config, data.drafter)
+        self.cached = None if online else CachedFeatures(_required(data.features), width)
         self.held_out = HeldOutTau(config, data, target) if config.train.evaluate_every else None
         self._tau_at_start: dict[str, Any] | None = None
         self.metrics = MetricsLog(run.metrics_path)
@@ -219,11 +220,9 @@ class Trainer:
             for step in range(self.step, config.train.steps):
                 batch = self.plan.step(step)
                 sums = torch.zeros(4 + 4 * self.data.drafter.block_size, device=replica.device)
-                for micro in self._own_micro_batches(batch, index):
-                    on_device = micro.to(replica.device)
-                    features = self.features(index, micro, config.train.micro_batch, replica.device, replica.dtype)
+                for micro, features in self._own_micro_batches(batch, index):
                     with self.gate.step():
-                        sums += replica.forward_backward(on_device, features)
+                        sums += replica.forward_backward(micro, features)
                 total = self.exchange.total(index, sums)
                 rate = learning_rate(config.train, step)
                 norm = replica.optimizer.step(rate, total[1])
@@ -234,11 +233,20 @@ class Trainer:
                 if self._stop_at_step == step + 1:
                     return
 
-    def _own_micro_batches(self, batch: StepBatch, worker: int) -> Iterator[MicroBatch]:
-        """Yield this worker's micro-batches of a step: every n-th one."""
-        size, num = self.config.train.micro_batch, len(self.replicas)
+    def _own_micro_batches(self, batch: StepBatch, worker: int) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """Yield this worker's micro-batches of a step, every n-th one, with their features, on its device."""
+        size, num, replica = self.config.train.micro_batch, len(self.replicas), self.replicas[worker]
         for start in range(worker * size, self.config.train.batch_size, num * size):
-            yield self.collator.collate(batch.epoch, batch.bucket, batch.indices[start : start + size])
+            indices = batch.indices[start : start + size]
+            if self.online:
+                micro, features = self.online.take(worker, replica.device, replica.dtype)
+                if (micro.bucket, micro.indices) != (batch.bucket, indices):
+                    raise RuntimeError(f"the target made features of rows {micro.indices}, not of {indices}")
+                yield micro, features
+            else:
+                assert self.cached is not None
+                micro = self.collator.collate(batch.epoch, batch.bucket, indices)
+                yield micro.to(replica.device), self.cached(micro, size, replica.device, replica.dtype)
 
     def _target_work(self, index: int) -> None:
         """The target's thread: the same micro-batches, in the order the workers will ask for them."""

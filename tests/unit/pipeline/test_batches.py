@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
-from pipeline.batches import BatchPlan, Collator, MicroBatch, StepBatch
+from dflash.anchors import build_blocks, draw_anchors, sample_seed
+from pipeline.batches import BatchPlan, Collator, MicroBatch, StepBatch, rows_of
 from pipeline.errors import ConfigError
 from tests.tiny import MASK_ID
 from tests.tiny_run import made_up_samples, tiny_config, tiny_drafter
@@ -143,3 +145,38 @@ def test_a_sample_has_the_same_anchors_beside_whichever_others_it_stands() -> No
     alone, last = collator.collate(1, 64, (7,)), collator.collate(1, 32, (2, 11, 7))
     assert torch.equal(alone.anchors_bN[0], last.anchors_bN[2])
     assert not torch.equal(alone.anchors_bN[0], collator.collate(2, 64, (7,)).anchors_bN[0])
+
+
+@pytest.mark.parametrize("per_row", [1, 3])
+def test_a_row_holds_the_blocks_that_the_library_builds_for_each_sample(per_row: int) -> None:
+    """The collator makes all rows at once; `draw_anchors` and `build_blocks` say what each sample's must be."""
+    samples, drafter, places = made_up_samples(20), tiny_drafter(), 8
+    config = tiny_config(data={"samples_per_row": per_row}, train={"num_anchors": places})
+    collator, count = Collator(config, drafter, samples), len(rows_of(config, samples))
+    found = 0
+    for epoch, indices in enumerate([(0,), (count - 1, 1), (2, 0)]):
+        batch = collator.collate(epoch, 64, indices)
+        K, seen = drafter.block_size, dict[tuple[int, int], tuple[list[int], list[tuple[int, int]]]]()
+        for row in range(len(indices)):
+            for place, anchor in enumerate(batch.anchors_bN[row].tolist()):
+                first = row * batch.noise_bQ.shape[1] + place * K
+                at = (batch.rows.index_R >= first) & (batch.rows.index_R < first + K)
+                if at.any():
+                    noise = batch.noise_bQ[row, place * K : (place + 1) * K].tolist()
+                    slots = batch.rows.slot_R[at].tolist()
+                    seen[row, anchor] = (noise, list(zip(slots, batch.rows.label_R[at].tolist(), strict=True)))
+        for row, held in enumerate(batch.samples):
+            for sample, first in held:
+                ids, mask = np.array(samples[sample].input_ids), np.array(samples[sample].loss_mask)
+                drawn = draw_anchors(mask, places, sample_seed(config.seed, epoch, samples[sample].id))
+                blocks = build_blocks(
+                    ids, mask, drawn, num_anchors=places, block_size=K, mask_token_id=drafter.mask_token_id
+                )
+                for number, anchor in enumerate(drawn.tolist()):
+                    slots = np.flatnonzero(blocks.valid_NK[number]).tolist()
+                    labels = blocks.labels_NK[number][slots].tolist()
+                    expected = (blocks.noise_NK[number].tolist(), list(zip(slots, labels, strict=True)))
+                    assert seen.pop((row, first + anchor)) == expected
+                    found += 1
+        assert not seen
+    assert found > 20

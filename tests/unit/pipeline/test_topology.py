@@ -243,14 +243,14 @@ def test_cached_features_are_padded_with_zeros_to_the_bucket_and_the_micro_batch
     source = CachedFeatures(FeatureShards(tmp_path, {"places": writer.places}), 6)
     config = tiny_config(train={"batch_size": 3, "micro_batch": 3})
     batch = Collator(config, tiny_drafter(), samples).collate(0, 32, (4, 1))
-    out = source(0, batch, 3, CPU, torch.float32)
+    out = source(batch, 3, CPU, torch.float32)
     assert out.shape == (3, 32, 6)
     for row, index in enumerate((4, 1)):
         length = len(samples[index].input_ids)
         assert torch.equal(out[row, :length], made[index])
         assert (out[row, length:] == 0).all()
     assert (out[2] == 0).all()
-    assert torch.equal(source(0, batch, 3, CPU, torch.bfloat16), out.to(torch.bfloat16))
+    assert torch.equal(source(batch, 3, CPU, torch.bfloat16), out.to(torch.bfloat16))
 
 
 LAYERS = (1, 3)
@@ -266,7 +266,9 @@ def test_online_features_are_those_of_the_target_in_the_order_of_use() -> None:
     online = _online(2, target=target)
 
     def drafter(worker: int) -> list[Tensor]:
-        return [online(worker, batch, 2, CPU, torch.float32) for batch in batches[worker::2]]
+        taken = [online.take(worker, CPU, torch.float32) for _ in batches[worker::2]]
+        assert [got.indices for got, _ in taken] == [batch.indices for batch in batches[worker::2]]
+        return [features for _, features in taken]
 
     stream = [(i % 2, batch) for i, batch in enumerate(batches)]
     first, second, ended = _in_threads(
@@ -319,7 +321,6 @@ def test_a_drafter_that_waits_for_features_ends_when_the_target_is_gone() -> Non
         time.sleep(0.5)
         online.stopping.set()
 
-    batch = _micro_batches(1)[0]
-    ended, _ = _in_threads(lambda: online(0, batch, 2, CPU, torch.float32), stop_later)
+    ended, _ = _in_threads(lambda: online.take(0, CPU, torch.float32), stop_later)
     assert isinstance(ended, GateAborted)
     assert str(ended) == "the run is stopping"
