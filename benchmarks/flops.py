@@ -163,6 +163,7 @@ def step_flops(
 
 
 def optimizer_bytes(num_parameters: int, *, rounded_copy: bool) -> int:
-    """Return the least memory traffic of a clipped AdamW step in float32: the gradient is read for its norm, then
-    weight, gradient and both moments are read and written (the gradient as zero), and a bf16 copy is written."""
-    return num_parameters * (4 + 2 * 4 * 4 + (2 if rounded_copy else 0))
+    """Return the least memory traffic of a clipped AdamW step in float32: the gradient is read for its norm and again,
+    weight and both moments are read and written; then a bf16 copy is written, or, without one, the gradient as zero
+    (with one, the next micro-batch is written over it)."""
+    return num_parameters * (2 * 4 + 3 * 2 * 4 + (2 if rounded_copy else 4))

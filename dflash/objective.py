@@ -95,18 +95,24 @@ class Rows:
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a host tensor on `device`, without waiting for what runs there.
+    """Return a tensor on `device`; a GPU is not waited for on the way to it.
 
     From pageable memory CUDA copies in stream order while the host waits: each step would begin when the one before it
-    has ended.
+    has ended. On the way back to the host waiting is right, or the tensor would be read before it is there.
     """
-    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+    to_gpu = torch.device(device).type == "cuda"
+    if to_gpu and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=to_gpu)
 
 
 def make_rows(labels_MK: Tensor, valid_MK: Tensor, chunk_rows: int) -> Rows:
-    """Return the supervised rows of M blocks; a chunk holds whole blocks and at most about `chunk_rows` rows."""
+    """Return the supervised rows of M blocks; a chunk holds whole blocks and at most about `chunk_rows` rows.
+
+    Raises DFlashError where slot 0 is supervised: it holds the anchor, and nothing is drafted there.
+    """
+    if valid_MK[:, 0].any():
+        raise DFlashError("slot 0 of a block is supervised", where="valid_MK", fix="Slots 1 on have labels.")
     num_blocks, block_size = labels_MK.shape
     index = np.flatnonzero(valid_MK.numpy())  # numpy: four times as fast as torch here, and each step waits for it
     block = index // block_size
@@ -301,7 +307,7 @@ def head_loss(
     of float32 logits, a second one with a softcap and one more with soft labels, beside a bf16 chunk where the states
     are bf16; on a GPU and with hard labels it is one chunk in the states' dtype. Nothing waits for the device. No rows
     give zeros and a zero gradient.
-    Raises DFlashError if states, rows and teacher do not fit each other, or soft_weight is not from 0 to 1.
+    Raises DFlashError if states, head, rows and teacher do not fit each other, or soft_weight is not from 0 to 1.
     """
     if not 0.0 <= soft_weight <= 1.0:
         raise DFlashError(f"{soft_weight} is not from 0 to 1", where="soft_weight", fix="0 trains hard labels only.")
@@ -310,6 +316,12 @@ def head_loss(
             f"{len(hidden_RD)} states for {len(rows.index_R)} supervised rows",
             where="head_loss",
             fix="Gather the states by rows.index_R.",
+        )
+    if hidden_RD.dtype != head_VD.dtype:
+        raise DFlashError(
+            f"the states are {hidden_RD.dtype} and the head is {head_VD.dtype}",
+            where="head_loss",
+            fix="Cast the head, which has no gradient.",
         )
     if soft_weight > 0:
         if teacher is None:

@@ -136,7 +136,7 @@ class Collator:
     def __init__(self, config: RunConfig, drafter: DrafterConfig, samples: Sequence[Sample]) -> None:
         self._train, self._seed, self._drafter = config.train, config.seed, drafter
         self._head_rows = config.head_rows
-        self._samples, self._rows = samples, rows_of(config, samples)
+        self._rows = rows_of(config, samples)
         self._places = config.train.num_anchors * config.data.samples_per_row
         self._packed = config.data.samples_per_row > 1
         self._texts = [_Text.of(sample) for sample in samples]

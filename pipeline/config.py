@@ -154,8 +154,8 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(default=100, gt=0)
     """Steps between checkpoints; the last step is always saved."""
     head_chunk_rows: int | None = Field(default=None, gt=0)
-    """Supervised slots whose logits exist at once; bounds the head's memory: vocabulary x 2 bytes a row on a GPU in
-    bf16, x 4 elsewhere. None: 2048 on a GPU, 512 on the CPU."""
+    """Supervised slots whose logits exist at once; bounds the head's memory: 2 bytes x vocabulary a row in bf16 on a
+    GPU with hard labels and a plain drafter, else 4 to 12. None: 2048 in that case, 512 in others."""
     keep_checkpoints: int = Field(default=2, gt=0)
     """Newest checkpoints that are kept."""
     log_every: int = Field(default=1, gt=0)
@@ -230,7 +230,8 @@ class RunConfig(Section):
     @property
     def head_rows(self) -> int:
         """Supervised slots whose logits exist at once."""
-        return self.train.head_chunk_rows or (512 if self.topology.drafters[0] == "cpu" else 2048)
+        plain = self.train.soft_weight == 0 and self.drafter.head == "plain"
+        return self.train.head_chunk_rows or (2048 if plain and self.topology.drafters[0] != "cpu" else 512)
 
     @model_validator(mode="after")
     def _block_in_bucket(self) -> RunConfig:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash.compile import CompileGate, GateAborted
+from dflash.objective import send
 from dflash.taps import extract_features
 from pipeline.batches import MicroBatch
 from pipeline.data import FeatureShards
@@ -88,13 +89,13 @@ class CachedFeatures:
             for sample, first in held:
                 found = self._shards(sample)
                 out_bSC[row, first : first + len(found)] = found
-        return out_bSC.to(device, non_blocking=True)
+        return send(out_bSC, device)
 
 
 def target_features(target: Any, batch: MicroBatch, layer_ids: tuple[int, ...], final_state: bool) -> Tensor:
     """Return the target's features (b, S, X) of a micro-batch, on the target's device."""
-    positions = None if batch.starts_bN is None else batch.positions_bS.to(target.device)
-    tokens = batch.tokens_bS.to(target.device)
+    positions = None if batch.starts_bN is None else send(batch.positions_bS, target.device)
+    tokens = send(batch.tokens_bS, target.device)
     return extract_features(target, tokens, layer_ids, positions, final_state=final_state)
 
 
@@ -141,7 +142,7 @@ class OnlineFeatures:
         start = time.perf_counter()
         batch, features = self._hand_over(self._queues[worker].get)
         self.seconds_drafters_waited += time.perf_counter() - start
-        return batch.to(device), features.to(device, dtype, non_blocking=True)
+        return batch.to(device), send(features.to(dtype), device)
 
     def _hand_over(self, operation: Callable[..., Any], *args: Any) -> Any:
         """Put or get, giving up when the run stops: a dead partner must not leave this thread waiting."""

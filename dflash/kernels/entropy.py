@@ -16,6 +16,8 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton import language as tl
 
+from dflash.kernels import launching_on
+
 BLOCK = 4096
 
 
@@ -86,10 +88,11 @@ def row_statistics(logits_RV: Tensor, label_R: Tensor, multiplier: float, softca
     num_rows, vocab = logits_RV.shape
     top_R, total_R, gold_R = (torch.empty(num_rows, device=logits_RV.device) for _ in range(3))
     best_R = torch.empty(num_rows, device=logits_RV.device, dtype=torch.int64)
-    _statistics[(num_rows,)](
-        logits_RV, label_R, top_R, total_R, gold_R, best_R, logits_RV.stride(0), float(multiplier),
-        float(softcap or 1.0), V=vocab, CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+    with launching_on(logits_RV):
+        _statistics[(num_rows,)](
+            logits_RV, label_R, top_R, total_R, gold_R, best_R, logits_RV.stride(0), float(multiplier),
+            float(softcap or 1.0), V=vocab, CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
     return RowStatistics(top_R, total_R, gold_R, best_R)
 
 
@@ -103,8 +106,9 @@ def gradient_(
 ) -> Tensor:
     """Overwrite logits_RV with the gradient of sum(weight * cross-entropy) with respect to it, and return it."""
     num_rows, vocab = logits_RV.shape
-    _gradient[(num_rows, triton.cdiv(vocab, BLOCK))](
-        logits_RV, label_R, found.top_R, found.total_R, weight_R, logits_RV.stride(0), float(multiplier),
-        float(softcap or 1.0), V=vocab, CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+    with launching_on(logits_RV):
+        _gradient[(num_rows, triton.cdiv(vocab, BLOCK))](
+            logits_RV, label_R, found.top_R, found.total_R, weight_R, logits_RV.stride(0), float(multiplier),
+            float(softcap or 1.0), V=vocab, CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
     return logits_RV

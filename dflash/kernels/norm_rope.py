@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.library import custom_op
 from triton import language as tl
 
+from dflash.kernels import launching_on
+
 TOKENS = 32
 """Tokens of one program."""
 
@@ -90,10 +92,11 @@ def norm_rope(x_bLX: Tensor, weight_h: Tensor, cos_b1Lh: Tensor, sin_b1Lh: Tenso
     (b, L, width), h = x_bLX.shape, weight_h.shape[0]
     out = x_bLX.new_empty(b, width // h, L, h)
     rope_stride = 0 if cos_b1Lh.shape[0] == 1 else L * h
-    _forward[(triton.cdiv(L, TOKENS), width // h, b)](
-        x_bLX.contiguous(), weight_h, cos_b1Lh.contiguous(), sin_b1Lh.contiguous(), out, L, eps, rope_stride,
-        HEADS=width // h, HALF=h // 2, TOKENS=TOKENS,
-    )  # fmt: skip
+    with launching_on(x_bLX):
+        _forward[(triton.cdiv(L, TOKENS), width // h, b)](
+            x_bLX.contiguous(), weight_h, cos_b1Lh.contiguous(), sin_b1Lh.contiguous(), out, L, eps, rope_stride,
+            HEADS=width // h, HALF=h // 2, TOKENS=TOKENS,
+        )  # fmt: skip
     return out
 
 
@@ -109,11 +112,12 @@ def norm_rope_backward(
     dx = torch.empty_like(x_bLX, memory_format=torch.contiguous_format)
     partial = x_bLX.new_empty(b * heads * blocks, h, dtype=torch.float32)
     rope_stride = 0 if cos_b1Lh.shape[0] == 1 else L * h
-    _backward[(blocks, heads, b)](
-        grad_bHLh, x_bLX.contiguous(), weight_h, cos_b1Lh.contiguous(), sin_b1Lh.contiguous(), dx, partial, L, eps,
-        rope_stride, grad_bHLh.stride(0), grad_bHLh.stride(1), grad_bHLh.stride(2),
-        HEADS=heads, HALF=h // 2, TOKENS=TOKENS,
-    )  # fmt: skip
+    with launching_on(x_bLX):
+        _backward[(blocks, heads, b)](
+            grad_bHLh, x_bLX.contiguous(), weight_h, cos_b1Lh.contiguous(), sin_b1Lh.contiguous(), dx, partial, L, eps,
+            rope_stride, grad_bHLh.stride(0), grad_bHLh.stride(1), grad_bHLh.stride(2),
+            HEADS=heads, HALF=h // 2, TOKENS=TOKENS,
+        )  # fmt: skip
     return dx, partial.sum(0).to(weight_h.dtype)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash.errors import DFlashError
-from dflash.objective import LossSums, Weighting, default_gamma, head_loss, make_rows
+from dflash.objective import LossSums, Weighting, default_gamma, head_loss, make_rows, send
 
 WEIGHTINGS = [Weighting("decay", gamma=3.0), Weighting("dpace", alpha=0.5), Weighting("dpace", alpha=0.1)]
 
@@ -315,3 +315,27 @@ def test_a_weighting_that_would_grow_or_divide_by_zero_is_refused(values: dict[s
     with pytest.raises(DFlashError) as caught:
         Weighting(**values)
     assert str(caught.value).startswith(line)
+
+
+def test_a_head_of_another_dtype_and_a_supervised_anchor_are_refused() -> None:
+    states, head, labels, valid = _problem()
+    rows = make_rows(labels, valid, 10)
+    with pytest.raises(DFlashError, match=r"states are torch.float32 and the head is torch.float64"):
+        head_loss(states[rows.index_R], head.double(), rows, WEIGHTINGS[0])
+    anchor = valid.clone()
+    anchor[2, 0] = True
+    with pytest.raises(DFlashError, match="slot 0 of a block is supervised"):
+        make_rows(labels, anchor, 10)
+
+
+def test_what_is_sent_to_the_host_is_there() -> None:
+    """A copy that does not wait would be read before it has ended; only the way to a GPU needs no waiting."""
+    sent: list[bool] = []
+
+    class Watched(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            sent.append(kwargs["non_blocking"])
+            return self
+
+    send(torch.ones(2).as_subclass(Watched), "cpu")
+    assert sent == [False]

@@ -135,6 +135,8 @@ def test_overrides_reach_sections_lists_and_sections_that_the_file_leaves_out() 
     [
         (["topology.drafters=[cpu]"], 512),
         (['topology.drafters=["cuda:0"]'], 2048),
+        (['topology.drafters=["cuda:0"]', "train.soft_weight=0.5"], 512),  # these hold several float32 logits a row
+        (['topology.drafters=["cuda:0"]', "drafter.head=markov"], 512),
         (["topology.drafters=[cpu]", "train.head_chunk_rows=100"], 100),
         (['topology.drafters=["cuda:0"]', "train.head_chunk_rows=100"], 100),
     ],
