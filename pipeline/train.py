@@ -240,7 +240,7 @@ class Trainer:
             indices = batch.indices[start : start + size]
             if self.online:
                 micro, features = self.online.take(worker, replica.device, replica.dtype)
-                if (micro.bucket, micro.indices) != (batch.bucket, indices):
+                if micro.indices != indices:
                     raise RuntimeError(f"the target made features of rows {micro.indices}, not of {indices}")
                 yield micro, features
             else:
