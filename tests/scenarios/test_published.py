@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from dflash.config import DrafterConfig
 from pipeline.__main__ import main
 from pipeline.cache import load_cached
 from pipeline.drafter import drafter_config
-from pipeline.errors import ConfigError, DataError, VerificationFailed
+from pipeline.errors import ConfigError, DataError
 from pipeline.inputs import check_inputs
 from pipeline.metrics import read
 from pipeline.runs import Run
@@ -55,12 +54,10 @@ def test_a_foreign_drafter_is_trained_on_verified_and_exported_again(bench: Tiny
     theirs = _imported(bench, make(bench, tmp_path / "theirs"), tmp_path / "imported")
     start = load_drafter(theirs)
     taps = f"drafter.target_layer_ids={list(start.config.target_layer_ids)}"
-    further = (f"train.init_from={theirs}", *NO_SHAPE, taps, "train.steps=8", "train.learning_rate=1e-3")
-    with contextlib.suppress(VerificationFailed):
-        bench.go(*further)
-    run: Run = bench.run(*further)
-    failed = {gate["name"] for gate in json.loads(run.verify_path.read_text())["gates"] if gate["verdict"] != "pass"}
-    assert failed <= {"tau in domain"}  # of two prompts and twelve tokens, against a random drafter's: chance decides
+    # Steps that teach something, and all held-out prompts: a random drafter's tau of a few tokens is chance.
+    learning = ("train.steps=60", "train.learning_rate=3e-3", "verify.num_prompts=4")
+    further = (f"train.init_from={theirs}", *NO_SHAPE, taps, *learning)
+    run: Run = bench.go(*further)
     losses = [record["loss"] for record in read(run.metrics_path)]
     assert losses[-1] < losses[0]
 
