@@ -19,7 +19,7 @@ of the features, which nothing needs (0.52), and the scores a second time in att
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ class Case:
 
 
 REFERENCE = Case("reference", "qwen3-8b", 1, 3072, 512, 16)
+BY_NAME = (replace(REFERENCE, name="reference fp8", precision="fp8"),)
+"""Cases that run on a GPU when they are asked for by name, and in no set of sizes."""
 CUDA_CASES = (
     REFERENCE,
     Case("qwen3-8b 8 x 1024", "qwen3-8b", 8, 1024, 64, 8),
@@ -92,12 +94,13 @@ def chosen_cases(device: torch.device, sizes: str, names: Sequence[str]) -> list
     cuda = device.type == "cuda"
     if not cuda and sizes in ("reference", "all"):
         raise DFlashError(f"{sizes} on {device} would take hours", where="--sizes", fix="Leave it out, or use a GPU.")
-    by_name = {case.name: case for case in (CUDA_CASES if cuda else CPU_CASES)}
+    cases = CUDA_CASES if cuda else CPU_CASES
+    by_name = {case.name: case for case in (*cases, *(BY_NAME if cuda else ()))}
     if unknown := [name for name in names if name not in by_name]:
         raise DFlashError(f"{unknown[0]!r} is none of {', '.join(by_name)}", where="--case", fix="Choose one.")
     if names or sizes == "reference":
         return [by_name[name] for name in names or [REFERENCE.name]]
-    return [case for case in by_name.values() if not cuda or sizes != "small" or case.target == "smollm2"]
+    return [case for case in cases if not cuda or sizes != "small" or case.target == "smollm2"]
 
 
 @dataclass(frozen=True)

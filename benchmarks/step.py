@@ -91,7 +91,7 @@ class Row:
     """Forward and backward of each timed step."""
 
 
-def run_config(case: Case, device: torch.device) -> RunConfig:
+def run_config(case: Case, device: torch.device, recorded: bool = True) -> RunConfig:
     """Return the configuration of a run with such steps; its target and prompts are never read."""
     nothing, place = PromptSource(source="none", count=1), str(device)
     limits = {"max_prompt_tokens": 1, "max_answer_tokens": 1, "buckets": (case.context_len,)}
@@ -105,13 +105,14 @@ def run_config(case: Case, device: torch.device) -> RunConfig:
             "drafter": {**shape, "mask_token_id": case.drafter().mask_token_id},
             "train": {"steps": UNTIMED + TIMED, "precision": case.precision, **rows},
             "topology": {"targets": (place,), "drafters": (place,)},
+            "compile": {"cuda_graphs": recorded},
         }
     )
 
 
-def make_replica(case: Case, device: torch.device, gate: CompileGate) -> Replica:
+def make_replica(case: Case, device: torch.device, gate: CompileGate, recorded: bool = True) -> Replica:
     """Return a replica with torch's random initial weights and a random head, all of it made on `device`."""
-    config, drafter = run_config(case, device), case.drafter()
+    config, drafter = run_config(case, device, recorded), case.drafter()
     shape, dtype = (drafter.vocab_size, drafter.hidden_size), DTYPES[case.precision]
     head = torch.randn(shape, device=device, dtype=dtype).mul_(0.02)
     embedding = head if case.target == "smollm2" else torch.randn(shape, device=device, dtype=dtype).mul_(0.02)
@@ -134,15 +135,25 @@ def make_batches(case: Case, replica: Replica, count: int) -> list[MicroBatch]:
 class Bench:
     """A replica behind its gate, with batches to step through."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, *, recorded: bool = True) -> None:
         self.case, self.device = case, device
         self.gate = CompileGate(workers=1, backend="inductor" if device.type == "cuda" else "aot_eager")
-        self.replica = make_replica(case, device, self.gate)
+        self.replica = make_replica(case, device, self.gate, recorded)
         self.batches = make_batches(case, self.replica, UNTIMED + TIMED)
         shape = (case.sequences, case.context_len, self.replica.drafter.feature_size)
         self.features = torch.randn(shape, device=device, dtype=self.replica.dtype)
         self.sums = torch.zeros(4, device=device)
+        self.warm_up_seconds, self._warm_up_peak = 0.0, 0
         _forget_unused()
+
+    def warm_up(self) -> None:
+        """Compile and record. In replays nothing is allocated, so their memory is seen here."""
+        begin = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.gate.warm_up(self.replica.warm_up)
+        self._warm_up_peak = torch.cuda.max_memory_allocated() - self._optimizer_bytes()
+        self.warm_up_seconds = time.perf_counter() - begin
 
     def forward_backward(self, batch: MicroBatch) -> None:
         with self.gate.step():
@@ -151,7 +162,7 @@ class Bench:
     def optimizer_step(self) -> None:
         self.replica.optimizer.step(1e-4, self.sums[1])
 
-    def measure(self, peaks: Peaks, warm_up_seconds: float, jitted: list[str]) -> Row:
+    def measure(self, peaks: Peaks, jitted: list[str]) -> Row:
         """Return the row of TIMED steps. `jitted` grows with every Triton kernel that is compiled meanwhile."""
         for batch in self.batches[:UNTIMED]:
             self.forward_backward(batch)
@@ -182,7 +193,7 @@ class Bench:
             pairs=statistics.mean(allowed_pairs(batch.anchors_bN, case.block_size) for batch in batches),
         )
         parameters = sum(p.numel() for p in self.replica.optimizer.masters)
-        traffic = optimizer_bytes(parameters, rounded_copy=case.precision == "bf16")
+        traffic = optimizer_bytes(parameters, rounded_copy=case.precision != "fp32")
         forward_seconds, update_seconds = statistics.median(body), statistics.median(update)
         return Row(
             case=case,
@@ -193,13 +204,13 @@ class Bench:
             ms_optimizer=update_seconds * 1e3,
             mfu=flops.total / forward_seconds / peaks.matmul_flops,
             optimizer_share=traffic / update_seconds / peaks.copy_bytes,
-            gib_forward_backward=max(h[0] for h in high) / 2**30 if cuda else None,
+            gib_forward_backward=max(self._warm_up_peak, *(h[0] for h in high)) / 2**30 if cuda else None,
             gib_optimizer=max(h[1] for h in high) / 2**30 if cuda else None,
             gib_at_rest=(memory[0][0] - held) / 2**30 if cuda else None,
             memory_constant=len(set(memory)) == 1 if cuda else None,
             compiles_after_warmup=self.gate.report()["compiles_after_warmup"],
             jitted_after_warmup=tuple(jitted),
-            warm_up_seconds=warm_up_seconds,
+            warm_up_seconds=self.warm_up_seconds,
             all_ms=tuple(round(seconds * 1e3, 3) for seconds in body),
         )
 
@@ -241,15 +252,13 @@ def jitted_kernels() -> Iterator[list[str]]:
 
 def run_case(case: Case, device: torch.device, peaks: Peaks, *, profile: bool = False) -> tuple[Row, str]:
     """Return a case's row and, when asked for, its kernels. Raises CompileMiss when a step would compile."""
-    bench = Bench(case, device)
+    bench = Bench(case, device, recorded=not profile)  # kernels of a graph carry no names of what launched them
     gate = bench.gate
     try:
         with gate.worker(case.name):
-            begin = time.perf_counter()
-            gate.warm_up(bench.replica.warm_up)
-            seconds = time.perf_counter() - begin
+            bench.warm_up()
             with jitted_kernels() as names:
-                row = bench.measure(peaks, seconds, names)
+                row = bench.measure(peaks, names)
             return row, bench.profile() if profile else ""
     finally:
         gate.close()

@@ -20,7 +20,11 @@ def block_embeddings(ids: Tensor, table_VD: Tensor, config: DrafterConfig) -> Te
 def head_logits(states: Tensor, head_VD: Tensor, config: DrafterConfig) -> Tensor:
     """Return the drafter's logits (..., V) of states (..., D): the product in the head's dtype, the rest in float32 at
     least. z-lab's order: multiplier, then softcap."""
-    logits = states.to(head_VD.dtype) @ head_VD.T
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * config.output_multiplier
+    return shaped_logits(states.to(head_VD.dtype) @ head_VD.T, config)
+
+
+def shaped_logits(product: Tensor, config: DrafterConfig) -> Tensor:
+    """Return the logits (..., V) that the drafter makes of states @ head.T (..., V), in float32 at least."""
+    logits = product.to(torch.promote_types(product.dtype, torch.float32)) * config.output_multiplier
     cap = config.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)

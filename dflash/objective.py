@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dflash.errors import DFlashError
+from dflash.fp8_head import Fp8Head
 from dflash.soft_labels import Teacher, divergence_
 
 PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -70,13 +71,14 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of the drafter's output are supervised, grouped by block and cut into chunks of whole blocks.
+    """Which rows of the drafter's output the loss reads, grouped by block and cut into chunks of whole blocks.
 
     Made on the host (`make_rows`), so that no step waits for the device to count them.
     index_R   int64 into the flattened (batch, Q) rows, ascending
     block_R   int64, the row's block within its chunk
     slot_R    int64, the row's slot
     label_R   int64, token id
+    valid_R   bool, whether the row is supervised; the others only fill the shape up and weigh nothing
     chunks    (first row, end row, number of blocks) of each chunk
     """
 
@@ -84,14 +86,26 @@ class Rows:
     block_R: Tensor
     slot_R: Tensor
     label_R: Tensor
+    valid_R: Tensor
     chunks: tuple[tuple[int, int, int], ...]
     block_size: int
 
     def to(self, device: torch.device | str) -> Rows:
         """Return the rows on `device`; the chunks stay on the host."""
-        names = ("index_R", "block_R", "slot_R", "label_R")
-        moved: dict[str, Any] = {name: send(getattr(self, name), device) for name in names}
+        moved: dict[str, Any] = {name: send(tensor, device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that lie on a device, by name."""
+        return {name: getattr(self, name) for name in ("index_R", "block_R", "slot_R", "label_R", "valid_R")}
+
+    def weights(self, entropy_R: Tensor, chunk: tuple[int, int, int], weighting: Weighting) -> tuple[Tensor, Tensor]:
+        """Return m * w (R,) of one chunk's rows, from their cross-entropy, and m (M, K), both in its dtype."""
+        first, end, num_blocks = chunk
+        places, shape = (self.block_R[first:end], self.slot_R[first:end]), (num_blocks, self.block_size)
+        entropy_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R)
+        valid_MK = entropy_R.new_zeros(shape).index_put(places, self.valid_R[first:end].to(entropy_R.dtype))
+        return weighting.slot_weights(entropy_MK, valid_MK.bool())[places], valid_MK
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -106,24 +120,46 @@ def send(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=to_gpu)
 
 
-def make_rows(labels_MK: Tensor, valid_MK: Tensor, chunk_rows: int) -> Rows:
-    """Return the supervised rows of M blocks; a chunk holds whole blocks and at most about `chunk_rows` rows.
+def make_rows(labels_MK: Tensor, valid_MK: Tensor, chunk_rows: int, levels: int | None = None) -> Rows:
+    """Return the rows of M blocks that the loss reads; a chunk holds whole blocks and at most about `chunk_rows` rows.
+
+    levels   None: the supervised rows, as many as there are. A number: slots 1 on of whole blocks, all those with a
+             supervised slot and as many others as it takes to reach a multiple of 1 / levels of M, so that rows come in
+             `levels` shapes only (`level_blocks`).
 
     Raises DFlashError where slot 0 is supervised: it holds the anchor, and nothing is drafted there.
     """
     if valid_MK[:, 0].any():
         raise DFlashError("slot 0 of a block is supervised", where="valid_MK", fix="Slots 1 on have labels.")
     num_blocks, block_size = labels_MK.shape
-    index = np.flatnonzero(valid_MK.numpy())  # numpy: four times as fast as torch here, and each step waits for it
+    valid = valid_MK.numpy()  # numpy: four times as fast as torch here, and each step waits for it
+    if levels is None:
+        index = np.flatnonzero(valid)
+    else:
+        index = _whole_blocks(np.logical_or.reduce(valid, axis=1), block_size, levels)
     block = index // block_size
+    slot = index - block * block_size
+    if levels is not None:
+        block = np.arange(len(index)) // (block_size - 1)  # its place among those that are read
     blocks_per_chunk = max(1, min(num_blocks, chunk_rows // max(1, block_size - 1)))
     edges = np.searchsorted(block, np.arange(0, num_blocks + blocks_per_chunk, blocks_per_chunk)).tolist()
     chunks = tuple((first, end, blocks_per_chunk) for first, end in pairwise(edges) if end > first)
     label = labels_MK.numpy().ravel()[index]
-    index_R, block_R, slot_R, label_R = (
-        torch.from_numpy(column) for column in (index, block % blocks_per_chunk, index - block * block_size, label)
-    )
-    return Rows(index_R, block_R, slot_R, label_R, chunks, block_size)
+    columns = (index, block % blocks_per_chunk, slot, label, valid.ravel()[index])
+    index_R, block_R, slot_R, label_R, valid_R = (torch.from_numpy(column) for column in columns)
+    return Rows(index_R, block_R, slot_R, label_R, valid_R, chunks, block_size)
+
+
+def level_blocks(num_blocks: int, levels: int) -> list[int]:
+    """Return how many of `num_blocks` blocks `make_rows` may take whole, ascending."""
+    return sorted({-(-num_blocks * level // levels) for level in range(1, levels + 1)})
+
+
+def _whole_blocks(needed_M: np.ndarray, block_size: int, levels: int) -> np.ndarray:
+    """Return the flat index of slots 1 on of the blocks that are needed and of the first others up to a level."""
+    count = next(level for level in level_blocks(len(needed_M), levels) if level >= needed_M.sum())
+    blocks = np.sort(np.argsort(~needed_M, kind="stable")[:count])
+    return (blocks[:, None] * block_size + np.arange(1, block_size)).ravel()
 
 
 @dataclass
@@ -163,6 +199,7 @@ class _Objective:
     multiplier: float
     soft_weight: float
     teacher: Teacher | None
+    fp8_head: Fp8Head | None
 
     def buffer(self, hidden_RD: Tensor) -> Tensor | None:
         """Return room for the logits of any chunk where kernels take them, else None.
@@ -215,24 +252,27 @@ class _Objective:
         """The same for hard labels on a GPU: the logits stay in the states' dtype and become their own gradient."""
         from dflash.kernels import entropy  # needs Triton, which a machine without a GPU may lack
 
-        torch.mm(hidden_RD, self.head_VD.T, out=logits_RV)
+        if self.fp8_head is None:
+            torch.mm(hidden_RD, self.head_VD.T, out=logits_RV)
+        else:
+            self.fp8_head.logits(hidden_RD, logits_RV)
         found = entropy.row_statistics(logits_RV, label_R, self.multiplier, self.softcap)
         entropy_R = found.total_R.log() - found.gold_R
         weight_R, sums = self._weigh(entropy_R, entropy_R, found.best_R == label_R, chunk)
-        entropy.gradient_(logits_RV, label_R, found, weight_R, self.multiplier, self.softcap)
-        return logits_RV @ self.head_VD, sums
+        about = (logits_RV, label_R, found, weight_R, self.multiplier, self.softcap)
+        if self.fp8_head is not None:
+            return self.fp8_head.gradient(*about), sums
+        return entropy.gradient_(*about) @ self.head_VD, sums
 
     def _weigh(
         self, entropy_R: Tensor, loss_R: Tensor, hit_R: Tensor, chunk: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
         """Return the weights m * w (R,) of one chunk's rows and the chunk's sums."""
         first, end, num_blocks = chunk
+        weight_R, valid_MK = self.rows.weights(entropy_R, chunk, self.weighting)
         places = (self.rows.block_R[first:end], self.rows.slot_R[first:end])
-        shape = (num_blocks, self.rows.block_size)
-        entropy_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R)
-        valid_MK = entropy_R.new_zeros(shape).index_put(places, entropy_R.new_ones(()))
-        weight_R = self.weighting.slot_weights(entropy_MK, valid_MK.bool())[places]
-        hit_MK = entropy_R.new_zeros(shape).index_put(places, hit_R.to(entropy_R.dtype))
+        hit_R = hit_R & self.rows.valid_R[first:end]
+        hit_MK = entropy_R.new_zeros(num_blocks, self.rows.block_size).index_put(places, hit_R.to(entropy_R.dtype))
         return weight_R, _tally(weight_R, loss_R, hit_MK, valid_MK)
 
 
@@ -294,6 +334,7 @@ def head_loss(
     teacher: Teacher | None = None,
     softcap: float | None = None,
     multiplier: float = 1.0,
+    fp8_head: Fp8Head | None = None,
 ) -> LossSums:
     """Return the loss sums of supervised states `hidden_RD` through the frozen head `head_VD`.
 
@@ -307,7 +348,9 @@ def head_loss(
     of float32 logits, a second one with a softcap and one more with soft labels, beside a bf16 chunk where the states
     are bf16; on a GPU and with hard labels it is one chunk in the states' dtype. Nothing waits for the device. No rows
     give zeros and a zero gradient.
-    Raises DFlashError if states, head, rows and teacher do not fit each other, or soft_weight is not from 0 to 1.
+    With fp8_head, the same head's, both products run in fp8 and the rest as it does: on a GPU, hard labels only.
+    Raises DFlashError if states, head, rows and teacher do not fit each other, or soft_weight is not from 0 to 1, or
+    fp8_head comes where it is not used.
     """
     if not 0.0 <= soft_weight <= 1.0:
         raise DFlashError(f"{soft_weight} is not from 0 to 1", where="soft_weight", fix="0 trains hard labels only.")
@@ -332,7 +375,10 @@ def head_loss(
             )
         teacher.check(hidden_RD)
     given = teacher if soft_weight > 0 else None
-    objective = _Objective(head_VD.detach(), rows, weighting, softcap, multiplier, soft_weight, given)
+    if fp8_head is not None and (given is not None or not hidden_RD.is_cuda or hidden_RD.dtype == torch.float64):
+        what = f"states are {hidden_RD.dtype} on {hidden_RD.device.type}, soft_weight {soft_weight}"
+        raise DFlashError(what, where="fp8_head", fix="It is for hard labels on a GPU, not in float64.")
+    objective = _Objective(head_VD.detach(), rows, weighting, softcap, multiplier, soft_weight, given, fp8_head)
     numerator, sums = _HeadLoss.apply(hidden_RD, objective)
     sums = sums.detach()
     correct, count, accepted, reached = sums[4:].view(4, rows.block_size)

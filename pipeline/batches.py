@@ -97,10 +97,16 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on `device`."""
-        names = ("tokens_bS", "positions_bS", "noise_bQ", "anchors_bN", "starts_bN", "positions_bQ")
-        held = {name: getattr(self, name) for name in names}
-        moved: dict[str, Any] = {name: send(t, device) for name, t in held.items() if t is not None}
+        moved: dict[str, Any] = {name: send(tensor, device) for name, tensor in self._own_tensors().items()}
         return replace(self, **moved, rows=self.rows.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return everything that lies on a device, by name."""
+        return {**self._own_tensors(), **self.rows.tensors()}
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        names = ("tokens_bS", "positions_bS", "noise_bQ", "anchors_bN", "starts_bN", "positions_bQ")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 
 def rows_of(config: RunConfig, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
@@ -135,7 +141,7 @@ class Collator:
 
     def __init__(self, config: RunConfig, drafter: DrafterConfig, samples: Sequence[Sample]) -> None:
         self._train, self._seed, self._drafter = config.train, config.seed, drafter
-        self._head_rows = config.head_rows
+        self._head_rows, self._row_levels = config.head_rows, config.row_levels
         self._rows = rows_of(config, samples)
         self._places = config.train.num_anchors * config.data.samples_per_row
         self._packed = config.data.samples_per_row > 1
@@ -187,7 +193,8 @@ class Collator:
         noise = np.full(inside.shape, self._drafter.mask_token_id, dtype=np.int64)
         noise[:, :, 0] = np.where(ends > 0, np.take_along_axis(tokens, anchors, 1), self._drafter.mask_token_id)
         slots = (anchors - starts)[:, :, None] + np.arange(K)
-        rows = make_rows(torch.from_numpy(labels).view(-1, K), torch.from_numpy(valid).view(-1, K), self._head_rows)
+        known = torch.from_numpy(labels).view(-1, K), torch.from_numpy(valid).view(-1, K)
+        rows = make_rows(*known, self._head_rows, self._row_levels)
         return MicroBatch(
             bucket=bucket,
             indices=indices,

@@ -19,6 +19,9 @@ from pipeline.config_errors import as_config_error
 from pipeline.errors import ConfigError
 from pipeline.yaml_file import Location, parse_value, read_yaml
 
+ROW_LEVELS = 4
+"""More cost memory and seconds in the warm-up; fewer run the head over more slots that nothing is learned from."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -45,9 +48,12 @@ class TargetConfig(Section):
 
 class PromptSource(Section):
     source: str
-    """A name in lockfiles/models.yaml (wiki, mt-bench, human-eval, ...) or a .jsonl file, one conversation a line."""
+    """A name in lockfiles/models.yaml (wiki, mt-bench, human-eval, ...) or a .jsonl file, one conversation a line; in
+    data.train also `target`: the target writes the prompts itself (own_prompts.py)."""
     count: int = Field(gt=0)
     """Prompts taken from it, drawn without replacement by the run's seed."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the target's sampling when it writes the prompts itself; lower is plainer and repeats more."""
 
 
 class DataConfig(Section):
@@ -149,8 +155,9 @@ class TrainConfig(Section):
     """D-PACE's floor."""
     soft_weight: float = Field(default=0.0, ge=0, le=1)
     """Share s of soft labels: (1 - s) cross-entropy of the target's token + s KL of its distribution. 0: hard only."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of the drafter's matmuls; master weights, norms, rotary angles and reductions stay in float32."""
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Type of the drafter's matmuls; master weights, norms, rotary angles and reductions stay in float32. fp8: as
+    bf16, but the layers' products and, for hard labels, the head's; GPUs of capability 8.9 on; exports are bf16."""
     checkpoint_every: int = Field(default=100, gt=0)
     """Steps between checkpoints; the last step is always saved."""
     head_chunk_rows: int | None = Field(default=None, gt=0)
@@ -197,6 +204,9 @@ class CompileConfig(Section):
     """Backend of torch.compile for the drafter's body; aot_eager traces the same graphs without code generation."""
     on_miss: Literal["raise", "park"] = "raise"
     """A compile after the warm-up is an error, or (park) is done with every worker parked, and counted."""
+    cuda_graphs: bool = True
+    """On GPUs the warm-up records forward and backward of each shape, and steps replay them: Python no longer launches
+    their kernels one by one. false: easier to debug and profile, slower where the drafter is small."""
 
 
 class VerifyConfig(Section):
@@ -228,6 +238,16 @@ class RunConfig(Section):
     verify: VerifyConfig = VerifyConfig()
 
     @property
+    def recorded(self) -> bool:
+        """Whether steps are CUDA graphs."""
+        return self.compile.cuda_graphs and self.topology.drafters[0] != "cpu"
+
+    @property
+    def row_levels(self) -> int | None:
+        """In how many shapes the loss's rows come (`dflash.make_rows`); a graph knows only its own."""
+        return ROW_LEVELS if self.recorded else None
+
+    @property
     def head_rows(self) -> int:
         """Supervised slots whose logits exist at once."""
         plain = self.train.soft_weight == 0 and self.drafter.head == "plain"
@@ -239,6 +259,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"drafter.block_size {self.drafter.block_size} is longer than the largest of data.buckets, "
                 f"{self.data.buckets[-1]}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_on_gpus(self) -> RunConfig:
+        if self.train.precision == "fp8" and "cpu" in self.topology.drafters:
+            raise ValueError(
+                f"train.precision fp8 needs GPUs, and topology.drafters are {', '.join(self.topology.drafters)}; "
+                "use bf16 or fp32"
             )
         return self
 

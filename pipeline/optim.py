@@ -43,7 +43,8 @@ class MasterAdamW:
             ]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
-        self._spent = False
+        self.overwriting = False
+        """Whether the next micro-batch is written over the gradients: what they hold was used in the last step."""
         matrices = [p for p in self.masters if p.dim() == 2]
         vectors = [p for p in self.masters if p.dim() != 2]  # and the taps of a convolution, which start at 1
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -55,16 +56,16 @@ class MasterAdamW:
     def gradients(self) -> list[Tensor]:
         """The float32 gradients, in the order of `names`; sums of numerators until `step` divides them."""
         gradients = [p.grad for p in self.masters if p.grad is not None]
-        if self._spent:
+        if self.overwriting:
             torch._foreach_zero_(gradients)
-            self._spent = False
+            self.overwriting = False
         return gradients
 
     def forget(self) -> None:
         """Begin a step: whatever the gradients hold no longer counts."""
         if self._shared:
             torch._foreach_zero_(self.gradients)  # autograd adds to them
-        self._spent = not self._shared  # zeroed if somebody asks; mostly the next micro-batch is written over them
+        self.overwriting = not self._shared  # zeroed if somebody asks; mostly the next micro-batch is written over them
 
     def collect(self) -> None:
         """Add the model's gradients of one micro-batch to the float32 sums, and drop them: kept and zeroed, the next
@@ -73,8 +74,8 @@ class MasterAdamW:
             return
         fresh = [parameter.grad for parameter in self.working]
         known = [gradient for gradient in fresh if gradient is not None]
-        if self._spent and len(known) == len(fresh):
-            self._spent = False
+        if self.overwriting and len(known) == len(fresh):
+            self.overwriting = False
             torch._foreach_copy_(self.gradients, known)
         else:
             totals = [total for total, gradient in zip(self.gradients, fresh, strict=True) if gradient is not None]

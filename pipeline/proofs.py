@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from dflash.acceptance import chained_walk, layer_masks, pooled_tau
 from dflash.checkpoint import load_drafter
 from dflash.compile import CompileGate
-from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode
-from dflash.head import block_embeddings, head_logits
+from dflash.decode import Decoded, DraftContext, draft_states, greedy_decode, speculative_decode_batch
+from dflash.head import block_embeddings, head_logits, shaped_logits
 from dflash.heads.rows import predecessors
 from dflash.model import DFlashDraftModel
 from dflash.taps import extract_features
@@ -26,13 +26,17 @@ from pipeline.config import RunConfig
 from pipeline.gates import Gate
 from pipeline.rendering import Sample
 from pipeline.replica import Borrowed, Replica, feature_width
-from pipeline.topology import CachedFeatures, target_features
+from pipeline.rounded import round_linears, rounded_product
+from pipeline.static_decode import StaticDecoder, why_not_static
+from pipeline.target_forward import target_features
+from pipeline.topology import CachedFeatures
 
 FLOAT32_LIMIT = 1e-3
 """Largest difference over the largest value, of states or of one gradient, in float32."""
 ROUNDING_LIMIT = 3.0
 """In bf16: the same difference, over what dense bf16 differs from float32. A fixed limit would be a guess: in a trained
-5-layer drafter some gradients of key projections cancel so far that bf16 moves them by 0.13 of their largest value."""
+5-layer drafter some gradients of key projections cancel so far that bf16 moves them by 0.13 of their largest value.
+In fp8 the dense step rounds every operand of a product that runs in fp8, and multiplies in float32."""
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
@@ -59,6 +63,8 @@ def compiled_equals_dense(
     features = [_features(config, data, target, batch, device, dtype) for batch in batches]
 
     def run() -> None:
+        if config.recorded:
+            replica.warm_up()  # what is compared is what training replays
         for batch, given in zip(batches, features, strict=True):
             states = replica.states(batch, given).detach()
             replica.forward_backward(batch, given)
@@ -69,11 +75,13 @@ def compiled_equals_dense(
         gate.warm_up(run)
     gate.close()
     worst, where = 0.0, "states"
-    exactly = dtype == torch.float32
+    exactly, fp8 = dtype == torch.float32, config.train.precision == "fp8"
     for batch, given, (states, gradients) in zip(batches, features, found, strict=True):
         mine = _named(replica, batch, states, gradients)
         exact = _named(replica, batch, *dense_step(replica, batch, given, torch.float32, "eager"))
-        rounded = exact if exactly else _named(replica, batch, *dense_step(replica, batch, given, dtype, "sdpa"))
+        rounded = exact
+        if not exactly:
+            rounded = _named(replica, batch, *dense_step(replica, batch, given, dtype, "sdpa", fp8=fp8))
         for name, reference in exact.items():
             difference = relative_difference(mine[name], reference)
             if not exactly:
@@ -81,7 +89,8 @@ def compiled_equals_dense(
             if not difference <= worst:
                 worst, where = difference, name
     limit = FLOAT32_LIMIT if exactly else ROUNDING_LIMIT
-    unit = "relative" if exactly else f"x what dense {str(dtype).removeprefix('torch.')} costs"
+    narrow = "fp8" if fp8 else str(dtype).removeprefix("torch.")
+    unit = "relative" if exactly else f"x what dense {narrow} costs"
     detail = (
         f"worst at {where}; {replica.attention} against eager, {len(batches)} of {len(config.data.buckets)} buckets"
     )
@@ -90,31 +99,39 @@ def compiled_equals_dense(
 
 def _named(replica: Replica, batch: MicroBatch, states: Tensor, gradients: list[Tensor]) -> dict[str, Tensor]:
     """Return the supervised states and every gradient by name."""
-    supervised = states.flatten(0, 1)[batch.rows.index_R]
+    supervised = states.flatten(0, 1)[batch.rows.index_R[batch.rows.valid_R]]
     return {"states": supervised, **dict(zip(replica.optimizer.names, gradients, strict=True))}
 
 
 def dense_step(
-    replica: Replica, batch: MicroBatch, features_bSX: Tensor, dtype: torch.dtype, attention: str
+    replica: Replica, batch: MicroBatch, features_bSX: Tensor, dtype: torch.dtype, attention: str, *, fp8: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """Return states (b, Q, D) and gradients of the loss numerator, computed the plain way: no compile, dense softmax
-    attention, whole logits. The model and its products run in `dtype`, the loss in float32."""
+    attention, whole logits. The model and its products run in `dtype`, the loss in float32; with fp8, what a replica
+    computes in fp8 is rounded to it."""
     model = DFlashDraftModel(replica.drafter).to(replica.device)
     model.load_state_dict(replica.model.state_dict())
     model.to(dtype)
+    if fp8:
+        round_linears(model)
     embeddings = block_embeddings(batch.noise_bQ, replica.borrowed.embedding_VD.to(dtype), replica.drafter)
     masks = layer_masks(model, batch.anchors_bN, features_bSX.shape[1], attention, batch.starts_bN)
     features_bSC = features_bSX[..., : replica.drafter.feature_size].to(dtype)
     states = model(features_bSC, embeddings, batch.positions_bQ, masks, attention, batch.positions_bS)
     rows, K, head_VD = batch.rows, replica.drafter.block_size, replica.borrowed.head_VD.to(dtype)
-    logits_RV = head_logits(states.flatten(0, 1)[rows.index_R], head_VD, replica.drafter)
+    states_RD = states.flatten(0, 1)[rows.index_R]
+    if fp8 and not replica.config.train.soft_weight:
+        logits_RV = shaped_logits(rounded_product(states_RD, head_VD), replica.drafter)
+    else:
+        logits_RV = head_logits(states_RD, head_VD, replica.drafter)
     hard_R = loss_R = F.cross_entropy(logits_RV, rows.label_R, reduction="none")
     if soft := replica.config.train.soft_weight:
         taught_RV = (replica.teacher(batch, features_bSX).state_RD.to(dtype) @ head_VD.T).to(logits_RV.dtype)
         wanted, found = taught_RV.log_softmax(-1), logits_RV.log_softmax(-1)
         loss_R = (1 - soft) * hard_R + soft * F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
     places = states.shape[0] * states.shape[1]
-    valid_MK = torch.zeros(places, device=hard_R.device).index_fill(0, rows.index_R, 1.0).bool().view(-1, K)
+    valid_MK = torch.zeros(places, dtype=torch.bool, device=hard_R.device).index_put((rows.index_R,), rows.valid_R)
+    valid_MK = valid_MK.view(-1, K)
 
     def weigh(entropy_R: Tensor) -> Tensor:
         entropy_MK = entropy_R.new_zeros(places).index_put((rows.index_R,), entropy_R.detach()).view(-1, K)
@@ -182,20 +199,30 @@ def decode_set(
     max_new_tokens: int,
     eos_ids: set[int],
     advance: Callable[[], None],
+    at_once: int = 1,
 ) -> DecodedSet:
-    """Decode each prompt plainly and speculatively. Both run here, one after the other, on the same weights."""
+    """Decode each prompt plainly and speculatively. Both run here, one after the other, on the same weights.
+
+    at_once   prompts in a batch. A GPU waits for Python at each call (100 ms on an H200 for a target of 30 layers), so
+              there 80 prompts of 128 tokens take 13 minutes one by one.
+    """
     found = DecodedSet(name, [], [], [], [])
-    for sample in samples:
-        prompt = sample.input_ids
-        plain = greedy_decode(target, prompt, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
-        found.prompts.append(prompt)
-        found.plain.append(plain)
-        found.speculative.append(
-            speculative_decode(target, drafter, prompt, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
-        )
-        ids = torch.tensor([[*prompt, *plain]], device=target.device)
-        found.features.append(extract_features(target, ids, drafter.config.target_layer_ids))
-        advance()
+    limits: Any = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids}
+    for first in range(0, len(samples), at_once):
+        prompts = [sample.input_ids for sample in samples[first : first + at_once]]
+        if at_once > 1 and why_not_static(target) is None:
+            slots = max(map(len, prompts)) + max_new_tokens
+            plain = StaticDecoder(target, sorted(eos_ids), len(prompts), slots).answers(prompts, max_new_tokens)
+        else:
+            plain = [greedy_decode(target, prompt, **limits) for prompt in prompts]
+        speculative = speculative_decode_batch(target, drafter, prompts, **limits)
+        found.prompts.extend(prompts)
+        found.plain.extend(plain)
+        found.speculative.extend(speculative)
+        for prompt, answer in zip(prompts, plain, strict=True):
+            ids = torch.tensor([[*prompt, *answer]], device=target.device)
+            found.features.append(extract_features(target, ids, drafter.config.target_layer_ids))
+            advance()
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,24 @@ from dflash.checkpoint import load_drafter
 from dflash.compile import CompileGate
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
+from dflash.fp8 import Fp8Linear, refresh, use_fp8
+from dflash.fp8_head import Fp8Head
 from dflash.head import block_embeddings
 from dflash.heads.loss import picker_loss
 from dflash.model import DFlashDraftModel
-from dflash.objective import Weighting, default_gamma, head_loss, make_rows
+from dflash.objective import Weighting, default_gamma, head_loss, level_blocks, make_rows
 from dflash.soft_labels import Teacher
 from pipeline.batches import Collator, MicroBatch
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.files import expand_user
 from pipeline.optim import MasterAdamW
+from pipeline.recorded import Recordings
+from pipeline.recorded_step import RecordedStep
 from pipeline.rendering import Sample
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""What weights, activations and exports are in, by train.precision; of fp8 only the products' operands are narrower."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,11 @@ class Borrowed:
         source = target.get_output_embeddings().weight
         tied = source.data_ptr() == target.get_input_embeddings().weight.data_ptr()
         return cls(embedding, embedding if tied else source.detach().to(device, dtype))
+
+    @cached_property
+    def fp8_head(self) -> Fp8Head:
+        """The head in fp8, made once for all replicas of the device."""
+        return Fp8Head(self.head_VD)
 
 
 def new_drafter(config: RunConfig, drafter: DrafterConfig, head_VD: Tensor) -> DFlashDraftModel:
@@ -76,6 +87,7 @@ class Replica:
     ) -> None:
         self.name, self.config, self.drafter, self.device = name, config, drafter, device
         self.dtype = DTYPES[config.train.precision]
+        check_precision(config.train.precision, device)
         try:
             self.attention = choose_attention(config.drafter.attention, device)
         except DFlashError as error:
@@ -84,14 +96,23 @@ class Replica:
         self.model.load_state_dict(start.state_dict())
         self.model.to(device=device, dtype=self.dtype)
         self.borrowed = borrowed
+        self.fp8_linears = use_fp8(self.model) if config.train.precision == "fp8" else list[Fp8Linear]()
+        self.fp8_head = borrowed.fp8_head if self.fp8_linears and not config.train.soft_weight else None
         self.mask_token = torch.tensor(drafter.mask_token_id, device=device)
         self.optimizer = MasterAdamW(self.model, config.train, start.state_dict())
         gamma = config.train.gamma or default_gamma(drafter.block_size)
         self.weighting = Weighting(config.train.loss, gamma, config.train.dpace_alpha)
         self.body = gate.compile(body_of(self.model, self.attention), name=name)
+        self.recordings = Recordings[Tensor](device)
+        self.recorded = RecordedStep(name, self._run, self.optimizer, self.recordings)
 
     def forward_backward(self, batch: MicroBatch, features_bSX: Tensor) -> Tensor:
         """Add the gradient of the loss numerator and return the loss sums as a vector. Only inside gate.step()."""
+        refresh(self.fp8_linears)  # not in _run, which is recorded: it does something only after a step
+        run = self.recorded if self.recorded else self._run
+        return run(batch, features_bSX)
+
+    def _run(self, batch: MicroBatch, features_bSX: Tensor) -> Tensor:
         hidden_bQD = self.states(batch, features_bSX)
         rows, weight = batch.rows, self.config.train.soft_weight
         hidden_RD = hidden_bQD.flatten(0, 1)[rows.index_R]
@@ -104,6 +125,7 @@ class Replica:
             teacher=self.teacher(batch, features_bSX) if weight else None,
             softcap=self.drafter.final_logit_softcapping,
             multiplier=self.drafter.output_multiplier,
+            fp8_head=self.fp8_head,
         )
         numerator = sums.numerator
         if picker := self.model.picker:
@@ -120,7 +142,9 @@ class Replica:
         K, N = self.drafter.block_size, batch.anchors_bN.shape[1]
         block_R, slot_R = batch.rows.index_R // K, batch.rows.slot_R
         row_R = block_R // N
-        state_RD = features_bSX[row_R, batch.anchors_bN.flatten()[block_R] + slot_R - 1, self.drafter.feature_size :]
+        before_R = batch.anchors_bN.flatten()[block_R] + slot_R - 1
+        before_R = before_R.clamp(max=features_bSX.shape[1] - 1)  # past it stand only rows that weigh nothing
+        state_RD = features_bSX[row_R, before_R, self.drafter.feature_size :]
         # The supported targets have neither a multiplier nor a softcap of their own.
         return Teacher(state_RD=state_RD, multiplier=1.0, softcap=None)
 
@@ -141,16 +165,30 @@ class Replica:
         return self.body(features_bSC, anchors_bND, mask_D, batch.positions_bQ, masks, batch.positions_bS)
 
     def warm_up(self) -> None:
-        """Run forward and backward once for every declared shape, and forget the gradients."""
+        """Run forward and backward once for every declared shape, record them where steps are CUDA graphs, and forget
+        the gradients."""
+        width = feature_width(self.config, self.drafter)
         for bucket in self.config.data.buckets:
-            batch = warm_batch(self.config, self.drafter, bucket).to(self.device)
-            width = feature_width(self.config, self.drafter)
             shape = (self.config.train.micro_batch, bucket, width)
             features = torch.zeros(shape, device=self.device, dtype=self.dtype)
-            self.forward_backward(batch, features)
+            batches = [batch.to(self.device) for batch in warm_batches(self.config, self.drafter, bucket)]
+            for batch in batches:
+                self.recordings.rehearse(partial(self._run, batch, features))
+            for batch in batches if self.config.recorded else ():
+                self.recorded.record(batch, features)
         self.optimizer.forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raise ConfigError where `device` has no products of this precision: fp8 came with capability 8.9."""
+    if precision != "fp8":
+        return
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < (8, 9):
+        what = f"fp8 on {device}, " + (f"capability {capability[0]}.{capability[1]}" if capability else "no GPU")
+        raise ConfigError(what, where="train.precision", fix="Use bf16; fp8 needs a GPU of capability 8.9 or more.")
 
 
 def feature_width(config: RunConfig, drafter: DrafterConfig) -> int:
@@ -174,17 +212,23 @@ def body_of(model: DFlashDraftModel, attention: str) -> Callable[..., Tensor]:
     return body
 
 
-def warm_batch(config: RunConfig, drafter: DrafterConfig, bucket: int) -> MicroBatch:
-    """Return a micro-batch of a declared shape, of made-up tokens, in which every slot of every place is supervised: no
-    batch of training needs more memory (speculators#979 ran out of it part-way through an epoch)."""
+def warm_batches(config: RunConfig, drafter: DrafterConfig, bucket: int) -> list[MicroBatch]:
+    """Return micro-batches of made-up tokens, one of each shape that a bucket's have; the largest comes first, in which
+    every slot of every place is supervised: no batch of training needs more memory (speculators#979 ran out of it
+    part-way through an epoch)."""
     token = 0 if drafter.mask_token_id else 1  # clear of the mask token
     length = bucket // config.data.samples_per_row
     count = config.train.micro_batch * config.data.samples_per_row
     mask = (np.arange(length) > 0).tolist()
     samples = [Sample(id=f"warm-{i}", input_ids=[token] * length, loss_mask=mask) for i in range(count)]
     batch = Collator(config, drafter, samples).collate(0, bucket, tuple(range(config.train.micro_batch)))
-    valid_MK = torch.ones(batch.anchors_bN.numel(), drafter.block_size, dtype=torch.bool)
-    valid_MK[:, 0] = False
-    rows = make_rows(torch.full(valid_MK.shape, token), valid_MK, config.head_rows)
     # Whole blocks stay inside the row, for the teacher's state of each slot.
-    return replace(batch, anchors_bN=batch.anchors_bN.clamp(max=max(0, bucket - drafter.block_size)), rows=rows)
+    batch = replace(batch, anchors_bN=batch.anchors_bN.clamp(max=max(0, bucket - drafter.block_size)))
+    places = batch.anchors_bN.numel()
+    made = []
+    for supervised in reversed(level_blocks(places, config.row_levels or 1)):
+        valid_MK = torch.zeros(places, drafter.block_size, dtype=torch.bool)
+        valid_MK[:supervised, 1:] = True
+        rows = make_rows(torch.full(valid_MK.shape, token), valid_MK, config.head_rows, config.row_levels)
+        made.append(replace(batch, rows=rows))
+    return made

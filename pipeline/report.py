@@ -26,6 +26,9 @@ _CURVES = (
 _STROKES = (("#2457a6", "none"), ("#b35c00", "6 4"), ("#2f7d4f", "2 3"))
 """Colour and dashes of a chart's first, second and third line."""
 
+_REASONS = {"others": "the other drafters", "features": "features", "room": "room ahead of the drafters"}
+"""What a thread waits for, by its name in pipeline/topology.py's `waits`."""
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem }
@@ -117,15 +120,32 @@ def _training(run: Run) -> str:
         records = read(run.metrics_path)
     except DataError as error:
         return f'<p class="fail">{escape(str(error))}</p>'
-    for session in (read_manifest(run.manifest_path("train")) or {}).get("sessions", [])[:1]:
+    manifest = read_manifest(run.manifest_path("train")) or {}
+    for session in manifest.get("sessions", [])[:1]:
         records.insert(0, {"step": session.get("from_step"), "tau": session.get("tau_at_start")})
-    figures = []
+    figures = [_pace(manifest["training"])] if "training" in manifest else []
     for title, lines in _CURVES:
         found = {name: _points(records, keys) for name, keys in lines.items()}
         if any(found.values()):
             chart = _chart({name: points for name, points in found.items() if points}, title)
             figures.append(f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>")
     return "".join(figures) or '<p class="quiet">No step was logged yet.</p>'
+
+
+def _pace(training: Mapping[str, Any]) -> str:
+    """Return what the training did in how many seconds, without warm-up, evaluations and checkpoints, and what share
+    of them each thread waited for what."""
+    rows = [
+        ("steps", f"{training['steps']:,}"),
+        ("tokens", f"{training['tokens']:,} in {duration(training['seconds'])} of training"),
+        ("anchors, supervised slots", f"{training['anchors']:,}, {training['supervised_slots']:,}"),
+        ("tokens per second", f"{training['tokens_per_second']:,.0f}"),
+    ]
+    for thread, reasons in training["waited_share"].items():
+        waits = ", ".join(f"{share:.1%} for {_REASONS.get(why, why)}" for why, share in reasons.items())
+        rows.append((thread, f"busy {1 - sum(reasons.values()):.1%}, waited {waits}"))
+    cells = "".join(f'<tr><th>{escape(name)}</th><td class="number">{escape(text)}</td></tr>' for name, text in rows)
+    return f"<table>{cells}</table>"
 
 
 def _points(records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[float, float]]:

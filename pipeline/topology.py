@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,26 +13,32 @@ from torch import Tensor
 
 from dflash.compile import CompileGate, GateAborted
 from dflash.objective import send
-from dflash.taps import extract_features
 from pipeline.batches import MicroBatch
 from pipeline.data import FeatureShards
 from pipeline.replica import Replica
+from pipeline.target_forward import TargetForward
+
+Clock = Callable[[], float]
+"""Seconds of what waits are counted in; pipeline/pace.py's leaves out what is not training."""
 
 
 class Rendezvous:
-    """A barrier that a failing worker breaks, so that the others end with a message instead of waiting for ever."""
+    """A barrier that a failing worker breaks, so that the others end with a message instead of waiting for ever.
 
-    def __init__(self, parties: int) -> None:
-        self._barrier = threading.Barrier(parties)
-        self.seconds_waited = 0.0
+    seconds_waited has an entry for each thread, by its name.
+    """
+
+    def __init__(self, parties: int, clock: Clock = time.perf_counter) -> None:
+        self._barrier, self._clock = threading.Barrier(parties), clock
+        self.seconds_waited: dict[str, float] = {}
 
     def wait(self) -> None:
-        start = time.perf_counter()
+        me, start = threading.current_thread().name, self._clock()
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise GateAborted("another worker failed") from None
-        self.seconds_waited += time.perf_counter() - start
+        self.seconds_waited[me] = self.seconds_waited.get(me, 0.0) + self._clock() - start
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -41,11 +47,15 @@ class Rendezvous:
 class GradientExchange:
     """Adds the replicas' gradient sums in a fixed order, so the result does not depend on which thread is first."""
 
-    def __init__(self, replicas: list[Replica]) -> None:
+    def __init__(self, replicas: list[Replica], clock: Clock = time.perf_counter) -> None:
         self._replicas = replicas
         self._sums: list[Tensor | None] = [None] * len(replicas)
-        self.rendezvous = Rendezvous(len(replicas))
+        self.rendezvous = Rendezvous(len(replicas), clock)
         self._several_gpus = len({r.device for r in replicas if r.device.type == "cuda"}) > 1
+
+    def seconds_waited(self) -> dict[str, float]:
+        """Return how long each replica's thread, which has its name, waited for the others."""
+        return {r.name: self.rendezvous.seconds_waited.get(r.name, 0.0) for r in self._replicas}
 
     def total(self, index: int, sums: Tensor) -> Tensor:
         """Give this worker's loss sums, add up all gradients in place on every replica, and return the total sums.
@@ -92,11 +102,32 @@ class CachedFeatures:
         return send(out_bSC, device)
 
 
-def target_features(target: Any, batch: MicroBatch, layer_ids: tuple[int, ...], final_state: bool) -> Tensor:
-    """Return the target's features (b, S, X) of a micro-batch, on the target's device."""
-    positions = None if batch.starts_bN is None else send(batch.positions_bS, target.device)
-    tokens = send(batch.tokens_bS, target.device)
-    return extract_features(target, tokens, layer_ids, positions, final_state=final_state)
+class FeatureBuffers:
+    """The tensors that features are handed over in, `count` of each shape, made when the first of a shape come.
+
+    Always the same ones: allocated anew for each micro-batch, their number in memory would differ from step to step
+    with how far the target is ahead (142 MB more at step 100 of a run on an H200).
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free: dict[tuple[int, ...], queue.SimpleQueue[Tensor]] = {}
+
+    def fill(self, features: Tensor) -> Tensor:
+        """Return a free buffer with `features` in it. Raises RuntimeError if all are out."""
+        shape = tuple(features.shape)
+        if shape not in self._free:
+            self._free[shape] = queue.SimpleQueue()
+            for _ in range(self._count):
+                self._free[shape].put(torch.empty_like(features))
+        try:
+            return self._free[shape].get_nowait().copy_(features)
+        except queue.Empty:
+            raise RuntimeError(f"all {self._count} feature buffers of {list(shape)} are in use") from None
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Take a buffer back; it may be written over by what is launched from now on."""
+        self._free[tuple(buffer.shape)].put(buffer)
 
 
 class OnlineFeatures:
@@ -109,39 +140,51 @@ class OnlineFeatures:
 
     def __init__(
         self,
-        target: Any,
-        layer_ids: tuple[int, ...],
+        forward: TargetForward,
         gate: CompileGate,
         num_workers: int,
         *,
         depth: int = 2,
-        final_state: bool = False,
+        shapes: Sequence[tuple[int, int]] = (),
+        clock: Clock = time.perf_counter,
     ) -> None:
-        self._target, self._layer_ids, self._gate, self._final_state = target, layer_ids, gate, final_state
+        """`shapes` (b, S) of tokens are recorded in the gate's warm-up, in which the thread then takes part."""
+        self._forward, self._gate, self._shapes, self._clock = forward, gate, shapes, clock
+        self.device: torch.device = forward.target.device
         self._queues: list[queue.Queue[tuple[MicroBatch, Tensor]]] = [queue.Queue(depth) for _ in range(num_workers)]
         self.stopping = threading.Event()
         self.seconds_target_waited = 0.0
-        self.seconds_drafters_waited = 0.0
+        self.seconds_drafters_waited = [0.0] * num_workers
+        # Of each shape one in every place that features can be: waiting, lent to a worker, or being made.
+        self._buffers = FeatureBuffers(num_workers * (depth + 1) + 1)
+        self._lent: list[Tensor | None] = [None] * num_workers
 
     def work(self, name: str, stream: Iterable[tuple[int, MicroBatch]]) -> None:
         with self._gate.worker(name):
+            if self._shapes:
+                self._gate.warm_up(lambda: self._forward.record(self._shapes, self._gate))
             for worker, batch in stream:
                 if self.stopping.is_set():
                     return
                 with self._gate.step():
-                    features = target_features(self._target, batch, self._layer_ids, self._final_state)
-                start = time.perf_counter()
+                    features = self._buffers.fill(self._forward(batch))
+                start = self._clock()
                 try:
                     self._hand_over(self._queues[worker].put, (batch, features))
                 except GateAborted:  # nobody needs them any more; a failure is told by the worker that had it
                     return
-                self.seconds_target_waited += time.perf_counter() - start
+                self.seconds_target_waited += self._clock() - start
 
     def take(self, worker: int, device: torch.device, dtype: torch.dtype) -> tuple[MicroBatch, Tensor]:
-        """Return a worker's next micro-batch and its features (b, S, X), both on `device`."""
-        start = time.perf_counter()
+        """Return a worker's next micro-batch and its features (b, S, X), both on `device`, until its next call: the
+        target then writes over the features, after what the worker has launched till then."""
+        if (before := self._lent[worker]) is not None:
+            self._buffers.give_back(before)
+            self._lent[worker] = None
+        start = self._clock()
         batch, features = self._hand_over(self._queues[worker].get)
-        self.seconds_drafters_waited += time.perf_counter() - start
+        self.seconds_drafters_waited[worker] += self._clock() - start
+        self._lent[worker] = features
         return batch.to(device), send(features.to(dtype), device)
 
     def _hand_over(self, operation: Callable[..., Any], *args: Any) -> Any:
@@ -152,3 +195,14 @@ class OnlineFeatures:
             except (queue.Full, queue.Empty):
                 continue
         raise GateAborted("the run is stopping")
+
+
+def waits(exchange: GradientExchange, online: OnlineFeatures | None) -> dict[str, dict[str, float]]:
+    """Return the seconds that each thread waited, by what for: a drafter for the others and for features, the target
+    for room in the queues."""
+    found = {name: {"others": seconds} for name, seconds in exchange.seconds_waited().items()}
+    if online is not None:
+        for reasons, seconds in zip(found.values(), online.seconds_drafters_waited, strict=True):
+            reasons["features"] = seconds
+        found["target-0"] = {"room": online.seconds_target_waited}
+    return found

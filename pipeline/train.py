@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import threading
 import time
@@ -25,12 +24,15 @@ from pipeline.compile_lock import cache_folder, compiling, explained
 from pipeline.errors import Interrupted, PipelineError, VerificationFailed
 from pipeline.held_out import HeldOutTau
 from pipeline.interrupts import StopRequest
+from pipeline.memory import memory
 from pipeline.metrics import MetricsLog, Progress
 from pipeline.optim import learning_rate
+from pipeline.pace import Pace, summed
 from pipeline.replica import DTYPES, Borrowed, Replica, feature_width, new_drafter
 from pipeline.runs import Run
+from pipeline.target_forward import TargetForward, recorded_shapes
 from pipeline.targets import load_target
-from pipeline.topology import CachedFeatures, GradientExchange, OnlineFeatures
+from pipeline.topology import CachedFeatures, GradientExchange, OnlineFeatures, waits
 from pipeline.warmup import set_threads
 
 UNBOUND = {"checkpoint_every", "evaluate_every", "keep_checkpoints", "log_every", "head_chunk_rows"}
@@ -61,16 +63,20 @@ class Trainer:
 
     def __init__(self, run: Run, data: CachedData) -> None:
         self.run, self.config, self.data = run, run.config, data
+        self._began, self.pace = time.perf_counter(), Pace(data.drafter.block_size)
         config = self.config
         devices = [torch.device(name) for name in config.topology.drafters]
         set_threads(len(devices), devices[0])
         self.plan = plan_of(config, data.samples)
         self.collator = Collator(config, data.drafter, data.samples)
+        online = config.data.features == "online"
         self.gate = CompileGate(
-            workers=len(devices), on_miss=config.compile.on_miss, backend=config.compile.backend, log=self._say
+            workers=len(devices) + bool(recorded_shapes(config)),
+            on_miss=config.compile.on_miss,
+            backend=config.compile.backend,
+            log=self._say,
         )
         dtype = DTYPES[config.train.precision]
-        online = config.data.features == "online"
         target = load_target(
             data.target, getattr(torch, config.target.dtype), config.topology.targets[0] if online else "cpu"
         )
@@ -82,7 +88,7 @@ class Trainer:
         self.replicas = [
             Replica(f"drafter-{i}", config, data.drafter, start, shared[d], d, self.gate) for i, d in enumerate(devices)
         ]
-        self.exchange = GradientExchange(self.replicas)
+        self.exchange = GradientExchange(self.replicas, self.pace.clock)
         self.online = self._beside(target) if online else None
         width = feature_width(config, data.drafter)
         self.cached = None if online else CachedFeatures(_required(data.features), width)
@@ -94,14 +100,15 @@ class Trainer:
         self.warmup_seconds = 0.0
         self._stop_at_step: int | None = None
         self._failures: list[BaseException] = []
-        self._tokens_since = 0
         self._replicas_equal = True
         self._resume()
 
     def _beside(self, target: Any) -> OnlineFeatures:
-        soft = bool(self.config.train.soft_weight)
-        layer_ids = self.data.drafter.target_layer_ids
-        return OnlineFeatures(target, layer_ids, self.gate, len(self.config.topology.drafters), final_state=soft)
+        config = self.config
+        forward, shapes = TargetForward.of(config, self.data.drafter, target), recorded_shapes(config)
+        if shapes and (reason := forward.why_not_compiled()):
+            self._say(f"train: the target runs uncompiled, slower by half or more: {reason}")
+        return OnlineFeatures(forward, self.gate, len(config.topology.drafters), shapes=shapes, clock=self.pace.clock)
 
     # -- resume and save ---------------------------------------------------------------------------------------------
 
@@ -151,7 +158,8 @@ class Trainer:
             "gate": self.gate.report(),
             **disk_counts(self._counts_before),
             "replicas_equal": self._replicas_equal,
-            "seconds_waited_for_each_other": round(self.exchange.rendezvous.seconds_waited, 2),
+            "wall_seconds": round(time.perf_counter() - self._began, 2),
+            "training": self.pace.record(self.step - self._session_start, waits(self.exchange, self.online)),
         }
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -170,7 +178,6 @@ class Trainer:
         ]
         if self.online:
             threads.append(threading.Thread(target=self._guarded, args=(self._target_work, 0), name="target-0"))
-        begin = self._last = time.perf_counter()
         with Progress(self.config.train.steps, start=self.step) as self.progress:
             with compiling(cache_folder(), self._say, lambda: self.gate.sealed):
                 for thread in threads:
@@ -180,7 +187,6 @@ class Trainer:
             for thread in threads:
                 while thread.is_alive():
                     thread.join(timeout=0.2)
-        self.seconds = time.perf_counter() - begin
         self.gate.close()
         if self._failures:
             raise self._cause()
@@ -215,15 +221,11 @@ class Trainer:
                 self.warmup_seconds = time.perf_counter() - begin
                 if self.held_out:  # before the steps, so that later evaluations find their memory reserved
                     self._tau_at_start = self.held_out(replica)
-                self._last = time.perf_counter()
+                self.pace.clock.start()
             self.exchange.rendezvous.wait()
             for step in range(self.step, config.train.steps):
                 batch = self.plan.step(step)
-                sums = torch.zeros(4 + 4 * self.data.drafter.block_size, device=replica.device)
-                for micro, features in self._own_micro_batches(batch, index):
-                    with self.gate.step():
-                        sums += replica.forward_backward(micro, features)
-                total = self.exchange.total(index, sums)
+                total = self.exchange.total(index, self._forward_backward(batch, index))
                 rate = learning_rate(config.train, step)
                 norm = replica.optimizer.step(rate, total[1])
                 self.exchange.rendezvous.wait()  # everyone has stepped: the first may now compare the replicas
@@ -232,6 +234,16 @@ class Trainer:
                 self.exchange.rendezvous.wait()
                 if self._stop_at_step == step + 1:
                     return
+
+    def _forward_backward(self, batch: StepBatch, index: int) -> Tensor:
+        """Return a worker's loss sums of a step. When it returns, nothing of a micro-batch is held any more: they are
+        of different sizes, and memory is compared between steps."""
+        replica = self.replicas[index]
+        sums = torch.zeros(4 + 4 * self.data.drafter.block_size, device=replica.device)
+        for micro, features in self._own_micro_batches(batch, index):
+            with self.gate.step():
+                sums += replica.forward_backward(micro, features)
+        return sums
 
     def _own_micro_batches(self, batch: StepBatch, worker: int) -> Iterator[tuple[MicroBatch, Tensor]]:
         """Yield this worker's micro-batches of a step, every n-th one, with their features, on its device."""
@@ -270,7 +282,7 @@ class Trainer:
         self.step = step
         last = step == config.steps
         stopping = self._stop.requested
-        self._tokens_since += self.collator.num_tokens(batch.indices)
+        self.pace.add(self.collator.num_tokens(batch.indices), total)
         evaluating = bool(config.evaluate_every) and (step % config.evaluate_every == 0 or last)
         logging = step % config.log_every == 0 or last or stopping or evaluating
         saving = step % config.checkpoint_every == 0 or last or stopping
@@ -279,9 +291,8 @@ class Trainer:
         if logging:
             self._log_step(step, batch, total.tolist(), float(norm), rate, evaluating)
         if saving:
-            begin = time.perf_counter()
-            self._save()
-            self._last += time.perf_counter() - begin
+            with self.pace.clock.stopped():
+                self._save()
         if stopping:
             self._stop_at_step = step
 
@@ -291,10 +302,9 @@ class Trainer:
         K = self.data.drafter.block_size
         numerator, denominator, accepted, blocks = sums[:4]
         loss = numerator / denominator
-        now = time.perf_counter()
-        rate_tokens = self._tokens_since / (now - self._last)
-        tau = {"tau": self.held_out(self.replicas[0])} if self.held_out and evaluating else {}
-        self._last, self._tokens_since = time.perf_counter(), 0  # an evaluation is not training's time
+        rate_tokens = self.pace.tokens_per_second()
+        with self.pace.clock.stopped():
+            tau = {"tau": self.held_out(self.replicas[0])} if self.held_out and evaluating else {}
         correct, counts, runs, reached = (sums[4 + i * K : 4 + (i + 1) * K] for i in range(4))
         report = self.gate.report()
         record = {
@@ -327,11 +337,6 @@ class Trainer:
     def manifest(self) -> dict[str, Any]:
         sessions = self.sessions if self._session_start == self.step else [*self.sessions, self._session()]
         gates = [session["gate"] for session in sessions]
-        waits = (
-            {"target": self.online.seconds_target_waited, "drafters": self.online.seconds_drafters_waited}
-            if self.online
-            else {}
-        )
         return {
             "steps": self.step,
             "steps_per_epoch": self.plan.steps_per_epoch,
@@ -341,7 +346,7 @@ class Trainer:
             "compiles_after_warmup": sum(g["compiles_after_warmup"] for g in gates),
             "eager_bodies": sum(g["eager_bodies"] for g in gates),
             "misses": sum(g["misses"] for g in gates),
-            "seconds_waited": {k: round(v, 2) for k, v in waits.items()},
+            "training": summed(sessions),
             "sessions": sessions,
         }
 
@@ -366,23 +371,6 @@ def _check_finite(step: int, sums: Tensor, norm: Tensor) -> None:
             where=f"step {step}",
             fix="Lower train.learning_rate; the last checkpoint is from before it.",
         )
-
-
-def memory(devices: set[torch.device]) -> dict[str, int]:
-    """Return what is held at a step boundary, in bytes: on CUDA by the allocators of all devices, on the CPU the
-    resident set."""
-    stats = [torch.cuda.memory_stats(device) for device in devices if device.type == "cuda"]
-    if stats:
-        return {
-            "allocated_bytes": sum(s["allocated_bytes.all.current"] for s in stats),
-            "reserved_bytes": sum(s["reserved_bytes.all.current"] for s in stats),
-            "allocator_retries": sum(s["num_alloc_retries"] for s in stats),
-        }
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return {"resident_bytes": int(file.read().split()[1]) * resource.getpagesize()}
-    except OSError:  # not Linux: the peak is all there is
-        return {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 def _required(features: Any) -> Any:

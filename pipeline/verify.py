@@ -62,7 +62,7 @@ def verify(run: Run) -> dict[str, Any]:
         no_compiles_after_warmup(manifest),
         no_eager_bodies(manifest),
         replicas_equal(manifest),
-        memory_flat(metrics),
+        memory_flat(metrics, manifest["sessions"]),
         loss_fell(metrics),
         throughput_held(metrics, config.verify.min_throughput_ratio),
     ]
@@ -102,6 +102,7 @@ def verify(run: Run) -> dict[str, Any]:
                 max_new_tokens=config.verify.max_new_tokens,
                 eos_ids=eos_ids,
                 advance=bar.advance,
+                at_once=count if device.type == "cuda" else 1,
             )
             for name in ("held_out", "out_of_domain")
         ]

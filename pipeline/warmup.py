@@ -16,6 +16,7 @@ from dflash.config import DrafterConfig
 from pipeline.compile_lock import cache_folder, compiling
 from pipeline.config import RunConfig
 from pipeline.replica import DTYPES, Borrowed, Replica, new_drafter
+from pipeline.target_forward import TargetForward, recorded_shapes
 from pipeline.targets import TargetFolder, load_target
 
 
@@ -34,7 +35,8 @@ def say(line: str) -> None:
 
 
 def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig) -> dict[str, Any]:
-    """Compile one drafter for every declared shape, alone, and return what it took and what lies on disk.
+    """Compile one drafter and, where it runs beside, the target for every declared shape, alone, and return what it
+    took and what lies on disk.
 
     Training's workers then find the code in the cache, whichever of them comes first.
     """
@@ -47,9 +49,18 @@ def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig
         borrowed = Borrowed.of(target, device, DTYPES[config.train.precision])
         start = new_drafter(config, drafter, borrowed.head_VD)
         replica = Replica("cache", config, drafter, start, borrowed, device, gate)
+        shapes = recorded_shapes(config)
+        if shapes:
+            target = load_target(folder, getattr(torch, config.target.dtype), config.topology.targets[0])
         begin, counts = time.perf_counter(), disk_counts()
+
+        def everything() -> None:
+            replica.warm_up()
+            if shapes:
+                TargetForward.of(config, drafter, target).record(shapes, gate)
+
         with compiling(cache_folder(), say), gate.worker("cache"):
-            gate.warm_up(replica.warm_up)
+            gate.warm_up(everything)
         seconds = round(time.perf_counter() - begin, 2)
         report = gate.report()
         gate.close()

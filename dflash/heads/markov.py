@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
 from dflash.head import head_logits
-from dflash.heads.rows import chunk_weights
 from dflash.objective import Rows, Weighting
 from dflash.sampling import Drafts, Sampling, choose
 
@@ -110,13 +109,14 @@ class _MarkovLoss(torch.autograd.Function):
             best_R = logits_RV.argmax(-1)
             logits_RV = logits_RV.log_softmax(-1)
             entropy_R = -logits_RV.gather(1, label_R[:, None])[:, 0]
-            weight_R = chunk_weights(entropy_R, rows, chunk, weighting)
+            weight_R = rows.weights(entropy_R, chunk, weighting)[0]
             error_RV = logits_RV.exp_().mul_(weight_R[:, None])
             error_RV[torch.arange(end - first, device=error_RV.device), label_R] -= weight_R
             error_RV = error_RV.to(first_RE.dtype)
             gradient_RE[first:end] = error_RV @ second_VE
             gradient_VE += error_RV.T @ rows_RE
-            sums += torch.stack([(weight_R * entropy_R).sum(), weight_R.sum(), (best_R == label_R).sum()])
+            correct_R = (best_R == label_R) & rows.valid_R[first:end]
+            sums += torch.stack([(weight_R * entropy_R).sum(), weight_R.sum(), correct_R.sum()])
         ctx.save_for_backward(gradient_RE, gradient_VE.to(second_VE.dtype))
         ctx.mark_non_differentiable(sums)
         return sums[0].clone(), sums

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
 from dflash.head import head_logits
-from dflash.heads.rows import chunk_weights
 from dflash.objective import Rows, Weighting
 from dflash.sampling import Drafts, Sampling, choose
 
@@ -119,7 +118,7 @@ def find_candidates(
         unary.append(top.values)
         tokens.append(top.indices)
         entropy_R = F.cross_entropy(logits_RV, rows.label_R[first:end], reduction="none")
-        weights.append(chunk_weights(entropy_R, rows, chunk, weighting))
+        weights.append(rows.weights(entropy_R, chunk, weighting)[0])
     if not unary:
         empty = hidden_RD.new_zeros(0, top_k, dtype=torch.float32)
         return Candidates(empty, empty.long(), empty[:, 0])
@@ -150,7 +149,7 @@ def selector_loss(
     """
     scores_Rc = selector.scores(hidden_RD.detach(), before_R, candidates.unary_Rc, candidates.token_Rc)
     is_label_Rc = candidates.token_Rc == rows.label_R[:, None]
-    recalled_R = is_label_Rc.any(1)
+    recalled_R = is_label_Rc.any(1) & rows.valid_R
     target_R = is_label_Rc.long().argmax(1)
     loss_R = F.cross_entropy(scores_Rc, target_R, reduction="none") * recalled_R
     correct = ((scores_Rc.argmax(1) == target_R) & recalled_R).sum()

@@ -13,8 +13,8 @@ from pipeline.batches import Collator, rows_of
 from pipeline.cache import CachedData
 from pipeline.proofs import compiled_equals_dense
 from pipeline.replica import Borrowed, Replica
+from pipeline.target_forward import target_features
 from pipeline.targets import TargetFolder
-from pipeline.topology import target_features
 from tests.drafters import drafter_config, random_drafter
 from tests.tiny import tiny_model
 from tests.tiny_run import made_up_samples, tiny_config
@@ -29,13 +29,24 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("head", "soft"), [("plain", 0.0), *((head, 0.3) for head in HEADS)])
-def test_a_packed_step_equals_the_dense_one_asks_for_nothing_and_keeps_its_memory(head: str, soft: float) -> None:
+CASES = [("plain", 0.0, False), ("plain", 0.0, True), *((head, 0.3, True) for head in HEADS)]
+
+
+@pytest.mark.parametrize(("head", "soft", "recorded"), CASES)
+def test_a_packed_step_equals_the_dense_one_asks_for_nothing_and_keeps_its_memory(
+    head: str, soft: float, recorded: bool
+) -> None:
     target: Any = tiny_model().cuda()
     samples = made_up_samples(40)
     packed = {"samples_per_row": 3, "buckets": [64], "features": "online"}
     train = {"micro_batch": 4, "batch_size": 4, "num_anchors": 6, "soft_weight": soft, "precision": "bf16"}
-    config = tiny_config(data=packed, train=train, drafter={"attention": "flex"}, compile={"backend": "inductor"})
+    config = tiny_config(
+        data=packed,
+        train=train,
+        drafter={"attention": "flex"},
+        compile={"backend": "inductor", "cuda_graphs": recorded},
+        topology={"targets": ["cuda:0"], "drafters": ["cuda:0"]},
+    )
     drafter = random_drafter(**HEADS[head])
     data = CachedData(
         target=TargetFolder(path=Path("unused"), identity="", name=""),

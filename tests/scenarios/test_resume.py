@@ -107,9 +107,13 @@ def test_a_run_stopped_by_sigint_and_again_by_sigterm_ends_with_the_bits_of_one_
     assert all(torch.equal(stopped[name], expected[name]) for name in expected)
     one, other = ((r.drafter_dir / "model.safetensors").read_bytes() for r in (run, whole))
     assert one == other
-    sessions = json.loads(run.manifest_path("train").read_text())["sessions"]
+    manifest, unbroken = (json.loads(r.manifest_path("train").read_text()) for r in (run, whole))
+    sessions = manifest["sessions"]
     assert [s["from_step"] for s in sessions] == [0, sessions[0]["to_step"], sessions[1]["to_step"]]
     assert sessions[-1]["to_step"] == 12
+    counts = ("steps", "tokens", "anchors", "supervised_slots")
+    assert [manifest["training"][name] for name in counts] == [unbroken["training"][name] for name in counts]
+    assert manifest["training"]["steps"] == 12 and manifest["training"]["seconds"] > 0
 
 
 def _stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

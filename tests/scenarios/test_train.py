@@ -286,7 +286,13 @@ def test_two_threads_give_the_same_bits_each_time_and_online_features_the_same_l
     # Beside the drafters instead of from the cache: the same losses, within the rounding of another batch.
     online = bench.go("train.steps=6", "data.features=online", stages=TRAINED)
     assert json.loads(online.manifest_path("cache").read_text())["features"]["folder"] is None
-    assert set(json.loads(online.manifest_path("train").read_text())["seconds_waited"]) == {"target", "drafters"}
+    shares = json.loads(online.manifest_path("train").read_text())["training"]["waited_share"]
+    assert {thread: set(reasons) for thread, reasons in shares.items()} == {
+        "drafter-0": {"others", "features"},
+        "drafter-1": {"others", "features"},
+        "target-0": {"room"},
+    }
+    assert all(0 <= share <= 1 for reasons in shares.values() for share in reasons.values())
     assert _losses(online) == pytest.approx(_losses(first), rel=1e-6)
 
 

@@ -110,28 +110,65 @@ def test_the_loss_gate_compares_the_first_and_the_last_tenth() -> None:
     ],
 )
 def test_the_resident_set_must_not_grow_over_the_run(resident: list[int], holds: bool) -> None:
-    assert memory_flat(_metrics("resident_bytes", [r << 20 for r in resident])).holds is holds
+    assert memory_flat(_metrics("resident_bytes", [r << 20 for r in resident]), ONE_SESSION).holds is holds
+
+
+ONE_SESSION = [{"from_step": 0, "to_step": 40}]
+TWO_SESSIONS = [{"from_step": 0, "to_step": 20}, {"from_step": 20, "to_step": 40}]
+
+
+def _on_gpu(allocated: list[int], reserved: list[int], retries: list[int]) -> list[dict[str, Any]]:
+    return [
+        {"step": i + 1, "allocated_bytes": a, "reserved_bytes": r << 30, "allocator_retries": n}
+        for i, (a, r, n) in enumerate(zip(allocated, reserved, retries, strict=True))
+    ]
+
+
+CONSTANT, NEVER = [1000] * 40, [0] * 40
 
 
 @pytest.mark.parametrize(
-    ("reserved", "allocated", "retries", "holds"),
+    ("allocated", "reserved", "retries", "sessions", "holds"),
     [
-        ([1, 2] + [4] * 8, [1000] * 10, [0] * 10, True),
-        ([4] * 9 + [5], [1000] * 10, [0] * 10, False),
-        ([4] * 10, [1000] * 10, [0] * 9 + [1], False),
-        ([4] * 10, [1000] * 10, [2] * 10, True),  # before the second half
-        ([4] * 10, [500] * 5 + [1000, 1009] * 2 + [1000], [0] * 10, True),  # up and down
-        ([4] * 10, [1000 + 10 * i for i in range(10)], [0] * 10, False),  # a leak inside what is reserved
+        (CONSTANT, [4] * 40, NEVER, ONE_SESSION, True),
+        ([1, 2, 3, 900, *CONSTANT[4:]], [1, 2, 3, 3, *[4] * 36], NEVER, ONE_SESSION, True),  # 40 // 10 steps to settle
+        ([*CONSTANT[:4], 1512, *CONSTANT[5:]], [4] * 40, NEVER, ONE_SESSION, False),
+        ([*CONSTANT[:39], 1001], [4] * 40, NEVER, ONE_SESSION, False),  # one byte that is not let go
+        ([*CONSTANT[:39], 999], [4] * 40, NEVER, ONE_SESSION, False),
+        ([1000 + i for i in range(40)], [4] * 40, NEVER, ONE_SESSION, False),  # a leak inside what is reserved
+        (CONSTANT, [*[4] * 39, 5], NEVER, ONE_SESSION, False),
+        (CONSTANT, [*[4] * 5, *[5] * 35], NEVER, ONE_SESSION, False),
+        (CONSTANT, [4] * 40, [*[0] * 39, 1], ONE_SESSION, False),
+        (CONSTANT, [4] * 40, [2] * 40, ONE_SESSION, True),  # in the warm-up
+        ([*[1000] * 20, *[900] * 20], [*[4] * 20, *[3] * 20], [*[1] * 20, *[0] * 20], TWO_SESSIONS, True),
+        ([*[1000] * 20, *[900] * 20], [4] * 40, NEVER, ONE_SESSION, False),  # the same in one process
+        ([*[1000] * 20, 1, 2, 3, *[900] * 17], [4] * 40, NEVER, TWO_SESSIONS, True),  # each settles anew
+        ([*[1000] * 20, *[900] * 3, *[901] * 16, 902], [4] * 40, NEVER, TWO_SESSIONS, False),
     ],
 )
-def test_on_cuda_memory_must_stay_and_the_allocator_not_retry(
-    reserved: list[int], allocated: list[int], retries: list[int], holds: bool
+def test_on_cuda_a_sessions_memory_is_constant_to_the_byte_once_it_has_settled(
+    allocated: list[int],
+    reserved: list[int],
+    retries: list[int],
+    sessions: list[dict[str, int]],
+    holds: bool,
 ) -> None:
-    metrics = [
-        {"reserved_bytes": r << 30, "allocated_bytes": a << 20, "allocator_retries": n}
-        for r, a, n in zip(reserved, allocated, retries, strict=True)
-    ]
-    assert memory_flat(metrics).holds is holds
+    assert memory_flat(_on_gpu(allocated, reserved, retries), sessions).holds is holds
+
+
+def test_evaluation_and_checkpoint_lines_are_held_to_the_same_bytes() -> None:
+    metrics = _on_gpu(CONSTANT, [4] * 40, NEVER)
+    metrics[19] |= {"tau": {"chained": 2.0}, "allocated_bytes": 1001}
+    gate = memory_flat(metrics, ONE_SESSION)
+    assert (gate.holds, gate.value) == (False, "1 allocated, 0 reserved")
+    assert gate.detail == "0.00 GiB allocated, 4.00 GiB reserved, 0 retries over 36 records"
+
+
+def test_sparse_lines_and_short_sessions_are_judged_by_what_there_is() -> None:
+    lines = _on_gpu(CONSTANT, [4] * 40, NEVER)[9::10]
+    assert memory_flat(lines, ONE_SESSION).holds
+    assert memory_flat(lines, [{"from_step": 0, "to_step": 38}, {"from_step": 38, "to_step": 40}]).holds
+    assert not memory_flat(lines, [{"from_step": 50, "to_step": 60}]).holds, "no line was compared"
 
 
 def test_throughput_is_compared_with_the_runs_own_beginning() -> None:

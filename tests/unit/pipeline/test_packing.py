@@ -18,7 +18,7 @@ from pipeline.batches import Collator, MicroBatch, plan_of, rows_of
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.packing import pack_rows
-from pipeline.topology import target_features
+from pipeline.target_forward import target_features
 from tests.drafters import random_drafter
 from tests.tiny import tiny_model
 from tests.tiny_run import TinyRun, made_up_samples, tiny_config

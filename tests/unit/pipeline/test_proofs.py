@@ -53,6 +53,19 @@ def decoded(target: Any, drafter: DFlashDraftModel) -> DecodedSet:
     return found
 
 
+def test_prompts_decoded_at_once_give_what_each_gives_alone(
+    decoded: DecodedSet, target: Any, drafter: DFlashDraftModel
+) -> None:
+    prompts = [replace(s, loss_mask=[False] * len(s.input_ids)) for s in made_up_samples(3, answer_len=0)]
+    limits: Any = {"max_new_tokens": 14, "eos_ids": {EOS_ID}, "advance": lambda: None}
+    for at_once in (2, 3):
+        found = decode_set("held_out", target, drafter, prompts, **limits, at_once=at_once)
+        assert (found.prompts, found.plain) == (decoded.prompts, decoded.plain)
+        assert [d.tokens for d in found.speculative] == [d.tokens for d in decoded.speculative]
+        assert [d.accepted for d in found.speculative] == [d.accepted for d in decoded.speculative]
+        assert lossless([found]).holds
+
+
 def _leaky_masks(
     model: Any,
     anchors_bN: Tensor,

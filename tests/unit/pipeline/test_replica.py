@@ -13,8 +13,8 @@ from dflash.decode import greedy_decode
 from dflash.model import DFlashDraftModel
 from pipeline.batches import Collator, MicroBatch, rows_of
 from pipeline.rendering import make_sample
-from pipeline.replica import Borrowed, Replica, feature_width, warm_batch
-from pipeline.topology import target_features
+from pipeline.replica import Borrowed, Replica, feature_width, warm_batches
+from pipeline.target_forward import target_features
 from tests.drafters import drafter_config, random_drafter
 from tests.tiny import tiny_model
 from tests.tiny_run import tiny_config
@@ -91,7 +91,7 @@ def test_no_batch_of_training_has_more_rows_than_the_warm_up(samples_per_row: in
         train={"num_anchors": 12},
     )
     drafter = drafter_config()
-    batch = warm_batch(config, drafter, 60)
+    batch = warm_batches(config, drafter, 60)[0]
     warm = len(batch.rows.index_R)
     assert warm == batch.anchors_bN.numel() * (drafter.block_size - 1)
     assert int(batch.anchors_bN.max()) + drafter.block_size <= 60

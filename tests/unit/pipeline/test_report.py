@@ -10,6 +10,7 @@ import pytest
 from pipeline.config import load_config
 from pipeline.files import atomic_write_json
 from pipeline.metrics import MetricsLog
+from pipeline.pace import summed
 from pipeline.report import shown, write_report
 from pipeline.runs import Run, open_run
 
@@ -133,6 +134,28 @@ def test_tau_and_its_proxies_share_a_chart_that_begins_before_the_first_step(tmp
     assert [len(line) for line in lines] == [3, 2, 3, 1]
     assert lines[0] == ["70.0,190.0", "460.0,130.7", "850.0,12.0"]
     assert all(name in page.text for name in ("chained", "uniform", "marginals"))
+
+
+def test_the_page_says_how_fast_it_trained_and_who_waited_for_what(tmp_path: Path) -> None:
+    run = _finished_run(tmp_path)
+    session = {
+        "from_step": 0,
+        "training": {
+            "steps": 3000,
+            "seconds": 120.0,
+            "tokens": 1_200_000,
+            "anchors": 9000,
+            "supervised_slots": 27000,
+            "waited": {"drafter-0": {"others": 1.2, "features": 12.0}, "target-0": {"room": 60.0}},
+        },
+    }
+    manifest = {"sessions": [session, {**session, "from_step": 3000}]}
+    atomic_write_json(run.manifest_path("train"), {**manifest, "training": summed(manifest["sessions"])})
+    text = _page(run).text
+    assert "6,000" in text and "2,400,000 in 4 min 00 s of training" in text and "18,000, 54,000" in text
+    assert "tokens per second10,000" in text
+    assert "drafter-0busy 89.0%, waited 1.0% for the other drafters, 10.0% for features" in text
+    assert "target-0busy 50.0%, waited 50.0% for room ahead of the drafters" in text
 
 
 def test_a_run_that_never_measured_tau_has_no_chart_of_it(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pipeline.checkpoints import check_contract
 from pipeline.data import data_key, prompt_len
 from pipeline.errors import ConfigError
 from pipeline.rendering import make_sample, render_prompt
-from pipeline.replica import Borrowed, Replica, warm_batch
+from pipeline.replica import Borrowed, Replica, warm_batches
 from pipeline.train import Trainer
 from tests.drafters import drafter_config, random_drafter
 from tests.tiny import CHATML, EOS_ID, tiny_model, tiny_tokenizer
@@ -168,7 +168,7 @@ def test_every_training_batch_has_the_shapes_of_the_batch_that_warms_up() -> Non
     for per_row in (1, 3):
         config = tiny_config(data={"buckets": [64], "samples_per_row": per_row}, train={"num_anchors": 40})
         drafter = drafter_config()
-        warm = warm_batch(config, drafter, 64)
+        warm = warm_batches(config, drafter, 64)[0]
         collator = Collator(config, drafter, made_up_samples(8))
         names = ("tokens_bS", "positions_bS", "noise_bQ", "anchors_bN", "positions_bQ")
         for indices in ((0, 1), (2,), ()):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dflash.heads.rows import chunk_weights
 from dflash.objective import Weighting, head_loss
 from tests.unit.dflash.heads.known_text import ANCHORS, SLOTS, Problem
 
@@ -26,7 +25,7 @@ def test_the_weights_of_all_chunks_are_those_of_the_drafters_own_loss(weighting:
     assert len(problem.rows.chunks) > 1
     entropy = F.cross_entropy(problem.hidden @ problem.head.T, problem.rows.label_R, reduction="none")
     found = [
-        chunk_weights(entropy[first:end], problem.rows, (first, end, count), weighting)
+        problem.rows.weights(entropy[first:end], (first, end, count), weighting)[0]
         for first, end, count in problem.rows.chunks
     ]
     sums = head_loss(problem.hidden, problem.head, problem.rows, weighting)
