@@ -31,6 +31,7 @@ from pipeline.drafter import drafter_config
 from pipeline.errors import ConfigError, DataError
 from pipeline.inputs import input_files
 from pipeline.metrics import progress_bar
+from pipeline.own_prompts import OwnPrompts
 from pipeline.prompts import collect_prompts
 from pipeline.regenerate import generate_answers
 from pipeline.rendering import Sample, check_mask_absent, check_supervised, make_sample, render_prompt, supervised_share
@@ -55,9 +56,11 @@ def build_cache(run: Run) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder)
     check_mask_token(config.drafter.mask_token_id, folder, tokenizer)
     drafter = drafter_config(config, folder)
-    prompts = collect_prompts(config, caches.packages, tokenizer)
     device = config.topology.targets[0]
     set_threads(1, torch.device(device))
+    model = _Lazy(lambda: load_target(folder, getattr(torch, config.target.dtype), device))
+    own = OwnPrompts(config=config, tokenizer=tokenizer, target=model, identity=folder.identity, cache=caches.data)
+    prompts = collect_prompts(config, caches.packages, tokenizer, write=own)
 
     rendered = {
         name: [(p.id, render_prompt(tokenizer, p.messages, config.data.system_prompt)) for p in getattr(prompts, name)]
@@ -72,7 +75,6 @@ def build_cache(run: Run) -> dict[str, Any]:
         "generate_batch": config.data.generate_batch,
     }
     answers_at = caches.data / f"answers-{data_key(answer_factors)}"
-    model = _Lazy(lambda: load_target(folder, getattr(torch, config.target.dtype), device))
     with building(answers_at):
         answers = read_data_manifest(answers_at)
         if answers is None:
@@ -94,11 +96,12 @@ def build_cache(run: Run) -> dict[str, Any]:
         with building(features_at):
             if read_data_manifest(features_at) is None:
                 _write_features(config, model(), [*samples, *held_out], drafter, features_at)
-    del model
+    del model, own
     counts = ("num_samples", "num_tokens", "supervised_share", "skipped_too_long", "answers_cut")
     return {
         "inputs": input_files(config),
         "target": {"name": folder.name, "identity": folder.identity},
+        "own_prompts": prompts.own,
         "answers": {"folder": str(answers_at), **{key: answers[key] for key in counts}},
         "features": {
             "mode": config.data.features,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,9 @@ from pipeline.yaml_file import read_yaml
 
 MODELS_YAML = Path(__file__).resolve().parents[1] / "lockfiles" / "models.yaml"
 SHA256 = r"^[0-9a-f]{64}$"
+
+OWN_SOURCE = "target"
+"""The source of prompts that the target writes itself; no prompt set may have this name."""
 
 
 class _Entry(BaseModel):
@@ -61,6 +65,8 @@ class Catalogue(_Entry):
 
     @model_validator(mode="after")
     def _known_packages(self) -> Catalogue:
+        if OWN_SOURCE in self.data:
+            raise ValueError(f"data.{OWN_SOURCE} has the name of what the target writes itself")
         entries: dict[str, _PackagedFile] = {**self.targets, **self.data}
         for name, entry in entries.items():
             if entry.package not in self.packages:
@@ -82,7 +88,8 @@ def load_catalogue(path: Path = MODELS_YAML) -> Catalogue:
         raise ConfigError(message, where=f"{path}: {key}", fix="Compare with the entries beside it.") from None
 
 
-def nearest(name: str, known: dict[str, NamedTarget] | dict[str, NamedData]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Return "Did you mean x?" for the known name closest to `name`, or a list of all if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]}?" if close else f"Known names: {', '.join(sorted(known))}."

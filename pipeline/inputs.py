@@ -7,7 +7,7 @@ taken for one of the same files with other content.
 from __future__ import annotations
 
 from env.caches import CacheDirs
-from pipeline.catalogue import load_catalogue
+from pipeline.catalogue import OWN_SOURCE, load_catalogue
 from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.files import expand_user, sha256_file
@@ -45,7 +45,7 @@ def local_sources(config: RunConfig) -> list[str]:
     catalogue = load_catalogue()
     sources = [config.target.source, *(source.source for source in config.data.train), config.data.out_of_domain.source]
     sources += [config.train.init_from] if config.train.init_from is not None else []
-    named = {*catalogue.targets, *catalogue.data}
+    named = {*catalogue.targets, *catalogue.data, OWN_SOURCE}
     # A hub id comes with a revision; everything else that no list names can only be a path.
     is_hub_id = config.target.revision is not None
     return sorted({s for s in sources if s not in named and not (is_hub_id and s == config.target.source)})

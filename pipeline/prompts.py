@@ -1,4 +1,5 @@
-"""Prompts: conversations that end with a user message, from named packages or .jsonl files, split by the run's seed.
+"""Prompts: conversations that end with a user message, from named packages, .jsonl files or the target itself
+(own_prompts.py), split by the run's seed.
 
 A line of a .jsonl file is one of
     {"id"?, "prompt": str}
@@ -12,14 +13,14 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.catalogue import Catalogue, NamedData, load_catalogue, nearest
+from pipeline.catalogue import OWN_SOURCE, Catalogue, NamedData, load_catalogue, nearest
 from pipeline.config import PromptSource, RunConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import expand_user
@@ -39,7 +40,24 @@ class Prompt:
 
     def text_key(self) -> str:
         """Return what makes two prompts the same: roles and texts, whatever their case and spacing."""
-        return json.dumps([[m["role"], " ".join(m["content"].split()).casefold()] for m in self.messages])
+        return json.dumps([[m["role"], fold(m["content"])] for m in self.messages])
+
+
+def fold(text: str) -> str:
+    """Return the text without differences of case and spacing."""
+    return " ".join(text.split()).casefold()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenPrompts:
+    """What the target wrote: prompts in their order, and how many texts were written, kept and dropped for what."""
+
+    prompts: list[Prompt]
+    counts: dict[str, int]
+
+
+Writer = Callable[[PromptSource, int, Collection[str], Collection[str]], WrittenPrompts]
+"""(source, number of prompts, folded texts of out-of-domain users, text keys of prompts taken so far) -> prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +68,9 @@ class PromptSets:
     held_out: list[Prompt]
     out_of_domain: list[Prompt]
     skipped_too_long: int
-    """Prompts of any set that were passed over for data.max_prompt_tokens."""
+    """Prompts of any set that were passed over for data.max_prompt_tokens, without those that the target wrote."""
+    own: dict[str, int] = field(default_factory=dict)
+    """Texts that the target wrote itself: how many, kept, and dropped for what; empty without such a source."""
 
 
 def load_prompts(
@@ -78,7 +98,9 @@ def load_prompts(
         return read_jsonl(path)
     if path.exists():
         raise ConfigError(f"{source!r} is no .jsonl file", where="data", fix="Write one JSON object per line there.")
-    raise ConfigError(f"no prompts are named {source!r}", where="data", fix=nearest(source, catalogue.data))
+    raise ConfigError(
+        f"no prompts are named {source!r}", where="data", fix=nearest(source, [*catalogue.data, OWN_SOURCE])
+    )
 
 
 def _named_texts(path: Path, entry: NamedData) -> Iterator[str]:
@@ -195,9 +217,11 @@ def collect_prompts(
     *,
     catalogue: Catalogue | None = None,
     extra_args: Sequence[str] = (),
+    write: Writer | None = None,
 ) -> PromptSets:
     """Return the run's prompts, the same for the same config: drawn by config.seed, without repeated texts.
 
+    write   asked for the prompts of the source `target`
     held_out is shared among the training sources in proportion to their counts and comes after them, so that asking
     for more held-out prompts leaves the training set as it was.
     Raises ConfigError or DataError if a source cannot be used or has too few prompts.
@@ -210,34 +234,86 @@ def collect_prompts(
             where="verify.num_prompts",
             fix="Raise those or lower it.",
         )
+    _check_own(config, write)
     draw = _Drawer(
         config=config,
         load=lambda source: load_prompts(source, packages_cache, catalogue=catalogue, extra_args=extra_args),
         tokenizer=tokenizer,
+        write=write,
     )
     out_of_domain = draw.take(data.out_of_domain, 0)
+    draw.outside = {fold(m["content"]) for prompt in out_of_domain for m in prompt.messages if m["role"] == "user"}
     train: list[Prompt] = []
     held_out: list[Prompt] = []
     for source, num_held_out in zip(data.train, _shares(data.held_out, [s.count for s in data.train]), strict=True):
         taken = draw.take(source, num_held_out)
         train += taken[: source.count]
         held_out += taken[source.count :]
-    return PromptSets(train=train, held_out=held_out, out_of_domain=out_of_domain, skipped_too_long=draw.num_too_long)
+    return PromptSets(
+        train=train,
+        held_out=held_out,
+        out_of_domain=out_of_domain,
+        skipped_too_long=draw.num_too_long,
+        own=draw.own,
+    )
+
+
+def _check_own(config: RunConfig, write: Writer | None) -> None:
+    """Raise ConfigError where the target's own prompts are asked for in a way that means nothing."""
+    data = config.data
+    own = [number for number, source in enumerate(data.train) if source.source == OWN_SOURCE]
+    if data.out_of_domain.source == OWN_SOURCE:
+        raise ConfigError(
+            f"{OWN_SOURCE!r} is the domain of the target's own prompts",
+            where="data.out_of_domain.source",
+            fix="Name a prompt set, mt-bench for example, or a .jsonl file.",
+        )
+    if len(own) > 1:
+        raise ConfigError(
+            f"{OWN_SOURCE!r} is named {len(own)} times", where="data.train", fix="Name it once, with the whole count."
+        )
+    for key, source in [
+        *((f"data.train.{i}", s) for i, s in enumerate(data.train)),
+        ("data.out_of_domain", data.out_of_domain),
+    ]:
+        if source.source != OWN_SOURCE and "temperature" in source.model_fields_set:
+            raise ConfigError(
+                f"{source.temperature} changes nothing: {source.source!r} is not written by the target",
+                where=f"{key}.temperature",
+                fix="Remove it.",
+            )
+    if own and write is None:
+        raise ConfigError(
+            f"{OWN_SOURCE!r} needs the target, and there is none here", where="data.train", fix="Use the cache stage."
+        )
 
 
 class _Drawer:
     """Draws prompts from one source after the other; a text that was seen once is not taken again."""
 
     def __init__(
-        self, *, config: RunConfig, load: Callable[[str], list[Prompt]], tokenizer: PreTrainedTokenizerBase
+        self,
+        *,
+        config: RunConfig,
+        load: Callable[[str], list[Prompt]],
+        tokenizer: PreTrainedTokenizerBase,
+        write: Writer | None,
     ) -> None:
-        self.config, self.load, self.tokenizer = config, load, tokenizer
+        self.config, self.load, self.tokenizer, self.write = config, load, tokenizer, write
         self.seen: set[str] = set()
+        self.outside: set[str] = set()
         self.num_too_long = 0
+        self.own: dict[str, int] = {}
 
     def take(self, source: PromptSource, num_extra: int) -> list[Prompt]:
         """Return `source.count` + `num_extra` prompts. Raises DataError if there are fewer."""
         data = self.config.data
+        if source.source == OWN_SOURCE:
+            assert self.write is not None  # _check_own asked for it
+            written = self.write(source, source.count + num_extra, self.outside, self.seen)
+            self.seen.update(prompt.text_key() for prompt in written.prompts)
+            self.own = written.counts
+            return written.prompts
         prompts = self.load(source.source)
         random.Random(f"{self.config.seed}/{source.source}").shuffle(prompts)
         wanted = source.count + num_extra

@@ -1,13 +1,15 @@
-"""The target writes the answers: a drafter learns the text that its own target would write, greedily."""
+"""What the target writes: greedy answers, since a drafter learns the text of its own target, and sampled texts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash.sampling import GREEDY, Sampling
 from pipeline.errors import DataError
 from pipeline.static_decode import StaticDecoder, why_not_static
 
@@ -91,7 +93,6 @@ def _static_answers(
         yield batch, decoder.answers(prompts, max_new_tokens)
 
 
-@torch.inference_mode()
 def _library_answers(
     model: PreTrainedModel,
     stops: tuple[int, ...],
@@ -99,31 +100,80 @@ def _library_answers(
     batches: Sequence[list[int]],
     max_new_tokens: int,
 ) -> Answers:
+    for batch in batches:
+        yield batch, _generate(model, stops, [prompt_ids[index] for index in batch], max_new_tokens, GREEDY)
+
+
+@torch.inference_mode()
+def _generate(
+    model: PreTrainedModel,
+    stops: tuple[int, ...],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> list[list[int]]:
+    """Return what the library's loop writes after each prompt; sampled with torch's default generators."""
+    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
     settings = GenerationConfig(
-        do_sample=False,
+        do_sample=not sampling.greedy,
         num_beams=1,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(stops),
         pad_token_id=stops[0],
         use_cache=True,
+        **({} if sampling.greedy else drawn),
     )
-    for batch in batches:
-        width = max(len(prompt_ids[index]) for index in batch)
-        input_ids = torch.full((len(batch), width), stops[0], dtype=torch.long)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, index in enumerate(batch):
-            length = len(prompt_ids[index])
-            input_ids[row, width - length :] = torch.tensor(prompt_ids[index], dtype=torch.long)
-            attention_mask[row, width - length :] = 1
-        own = model.generation_config
-        model.generation_config = settings  # else generate() takes what `settings` leaves open from the model's
-        try:
-            output = model.generate(  # type: ignore[operator]
-                input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device)
-            )
-        finally:
-            model.generation_config = own
-        yield batch, [_cut(ids, stops) for ids in output[:, width:].tolist()]
+    width = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), width), stops[0], dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
+        attention_mask[row, width - len(prompt) :] = 1
+    own = model.generation_config
+    model.generation_config = settings  # else generate() takes what `settings` leaves open from the model's
+    try:
+        output = model.generate(  # type: ignore[operator]
+            input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device)
+        )
+    finally:
+        model.generation_config = own
+    return [_cut(ids, stops) for ids in output[:, width:].tolist()]
+
+
+def sample_texts(
+    model: PreTrainedModel,
+    stops: tuple[int, ...],
+    prefixes: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    sampling: Sampling,
+    seeds: Iterable[int],
+) -> Iterator[list[list[int]]]:
+    """Yield for each seed `batch_size` texts that the target writes after a prefix, each up to its first stop token.
+
+    prefixes   ids; batches take them in turn
+    seeds   each of one batch, below 2**32 (torch's CPU generator ignores higher bits): what a batch holds depends on
+            its own seed alone, not on the batches before it
+    Reproducible on the same device and build of torch. On CUDA, no other thread may use the device meanwhile.
+    """
+    batches = zip(cycle([prefix] * batch_size for prefix in prefixes), seeds, strict=False)  # seeds may end, cycle not
+    if reason := why_not_static(model):
+        log.warning("the target writes prompts with the library's loop, many times slower on a GPU: %s", reason)
+        for prompts, seed in batches:
+            with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                texts = _generate(model, stops, prompts, max_new_tokens, sampling)
+            yield texts
+        return
+    decoder = StaticDecoder(model, stops, batch_size, max(map(len, prefixes)) + max_new_tokens, sampling)
+    try:
+        for prompts, seed in batches:
+            yield decoder.answers(prompts, max_new_tokens, seed)
+    finally:
+        del decoder
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory of recorded steps serves nothing else until it is given back
 
 
 def _cut(ids: list[int], stops: tuple[int, ...]) -> list[int]:

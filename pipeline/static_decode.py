@@ -1,8 +1,10 @@
-"""Greedy decoding of a whole batch in tensors that never move, so that one CUDA graph serves every step.
+"""Decoding of a whole batch in tensors that never move, so that one CUDA graph serves every step.
 
 The library's loop launches each kernel of each token from Python, and at small models the GPU waits for that. Here a
 step reads and writes only buffers made once: on CUDA it is recorded at its first use and replayed after that, and the
 host asks every CHECK_EVERY steps whether anything is left to do. On other devices the same step runs unrecorded.
+Greedy unless the decoder was made with a Sampling: then the noise is drawn inside the step, from a generator that the
+graph knows, so that a replay draws anew.
 
 Shape suffixes: B rows, S slots of a row, T slots attended to, W prompt tokens, H query heads, N key-value heads,
 G query heads of one key-value head, D head width, V vocabulary.
@@ -19,6 +21,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
+
+from dflash.sampling import GREEDY, Sampling
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -66,8 +70,16 @@ class StaticDecoder:
     Recording must not meet another thread's work on the same device: CUDA fails it. The cache stage has one thread.
     """
 
-    def __init__(self, model: PreTrainedModel, stops: Sequence[int], num_rows: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stops: Sequence[int],
+        num_rows: int,
+        num_slots: int,
+        sampling: Sampling = GREEDY,
+    ) -> None:
         device, config = model.device, model.config.get_text_config()
+        self.sampling, self.generator = sampling, None if sampling.greedy else torch.Generator(device)
         self.model, self.device = model, device
         self.num_rows, self.num_slots = num_rows, _round_up(num_slots, KEY_BUCKET)
         self.sizes = _sizes(num_rows)
@@ -92,9 +104,10 @@ class StaticDecoder:
             self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     @torch.no_grad()  # not inference_mode: recording keeps RNG tensors that others must be able to write later
-    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Return each prompt's greedy answer of 1 to max_new_tokens ids, ended by its first stop token.
+    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0) -> list[list[int]]:
+        """Return each prompt's answer of 1 to max_new_tokens ids, ended by its first stop token.
 
+        seed   of the noise, when the decoder samples: the same batch and seed give the same answers on the same device
         Raises ValueError if a prompt is empty or they do not fit in the rows and slots.
         """
         longest = max(map(len, prompts))
@@ -103,6 +116,8 @@ class StaticDecoder:
                 f"{len(prompts)} prompts of {min(map(len, prompts))} to {longest} tokens and {max_new_tokens} new ones "
                 f"do not fit in {self.num_rows} rows of {self.num_slots} slots"
             )
+        if self.generator is not None:
+            self.generator.manual_seed(seed)
         with _device(self.device), _static_attention(self.model):
             self._place(prompts, max_new_tokens)
             self._prefill(len(prompts), longest - 1)
@@ -158,6 +173,8 @@ class StaticDecoder:
             self._step(rows, num_keys)
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
+        if self.generator is not None:
+            graph.register_generator_state(self.generator)  # each replay goes on where the one before it stopped
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             self._step(rows, num_keys)
         self.graphs[rows, num_keys] = graph
@@ -165,7 +182,7 @@ class StaticDecoder:
     def _step(self, rows: int, num_keys: int) -> None:
         """Write the next token of the first `rows` rows; finished ones compute the same again and write nothing."""
         ids_BS, position_B, finished_B = self.ids_BS[:rows], self.position_B[:rows], self.finished_B[:rows]
-        next_B = self._logits(rows, num_keys).argmax(-1)
+        next_B = self._choose(self._logits(rows, num_keys))
         after_B = position_B + 1
         old_B1 = ids_BS.gather(1, after_B[:, None])
         ids_BS.scatter_(1, after_B[:, None], torch.where(finished_B[:, None], old_B1, next_B[:, None]))
@@ -187,6 +204,18 @@ class StaticDecoder:
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+    def _choose(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Return each row's next token (B,): the likeliest, or one drawn from the distribution of `sampling`.
+
+        Drawn: the argmax of p / e with e exponential is distributed as p (the Gumbel-max trick, without logarithms);
+        one pass, and no sum that must be searched. torch never draws e = 0, with which any token would win.
+        """
+        if self.generator is None:
+            return logits_BV.argmax(-1)
+        share_BV = self.sampling.probabilities(logits_BV)
+        noise_BV = torch.empty_like(share_BV).exponential_(generator=self.generator)
+        return (share_BV / noise_BV).argmax(-1)
 
     def _shrink(self, rows: int, live: int, num_keys: int) -> int:
         """Return the fewest rows that steps are made for and that hold all `live` ones, moved to the front."""

@@ -159,3 +159,12 @@ def test_a_catalogue_entry_without_its_package_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({"packages": {}, "targets": {}, "data": {"x": entry}}))
     with pytest.raises(ConfigError, match="x names package p, which is not under packages"):
         load_catalogue(path)
+
+
+def test_no_prompt_set_may_have_the_name_of_the_targets_own_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    pin = {"version": "1", "sha256": "0" * 64, "licence": "MIT"}
+    entry = {"package": "p", "file": "f", "file_sha256": "0" * 64, "licence": "MIT", "note": "n", "format": "chitchat"}
+    path.write_text(json.dumps({"packages": {"p": pin}, "targets": {}, "data": {"target": entry}}))
+    with pytest.raises(ConfigError, match=r"data\.target has the name of what the target writes itself"):
+        load_catalogue(path)

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.config import RunConfig
+from pipeline.config import PromptSource, RunConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.prompts import Prompt, PromptSets, collect_prompts, load_prompts, read_jsonl
+from pipeline.prompts import Prompt, PromptSets, WrittenPrompts, collect_prompts, load_prompts, read_jsonl
 from pipeline.rendering import render_prompt
 from tests.tiny import MASK_ID, tiny_tokenizer
 
@@ -192,3 +192,53 @@ def test_prompts_over_the_limit_are_left_out_and_counted(folder: Path) -> None:
 def test_more_prompts_to_decode_than_there_are_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"verify.num_prompts: 4 .*data.held_out is 3"):
         collect(run_config(folder, held_out=3))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"out_of_domain": {"source": "target", "count": 5}}, "data.out_of_domain.source: 'target' is the domain of"),
+        ({"train": [{"source": "target", "count": 1}] * 2}, "data.train: 'target' is named 2 times"),
+        ({"train": [{"source": "target", "count": 1}]}, "data.train: 'target' needs the target"),
+        (
+            {"train": [{"source": "a.jsonl", "count": 1}, {"source": "wiki", "count": 1, "temperature": 1.0}]},
+            "data.train.1.temperature: 1.0 changes nothing: 'wiki' is not written by the target",
+        ),
+        (
+            {"out_of_domain": {"source": "wiki", "count": 5, "temperature": 0.5}},
+            "data.out_of_domain.temperature: 0.5 changes nothing",
+        ),
+    ],
+)
+def test_the_targets_own_prompts_are_asked_for_once_and_in_training_only(
+    folder: Path, data: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        collect(run_config(folder, **data))
+    assert str(caught.value).startswith(message)
+
+
+def test_a_name_close_to_the_targets_is_corrected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean target"):
+        load_prompts("targt", tmp_path)
+
+
+def test_prompts_that_the_target_wrote_are_not_drawn_from_a_later_source(folder: Path) -> None:
+    """What the writer is told: how many, which out-of-domain texts, and what other sources gave before."""
+    asked: list[tuple[int, set[str], int]] = []
+
+    def write(source: PromptSource, wanted: int, outside: Collection[str], seen: Collection[str]) -> WrittenPrompts:
+        asked.append((wanted, set(outside), len(seen)))
+        own = [Prompt(id=f"target/{i}", messages=[{"role": "user", "content": f"B  {i}"}]) for i in range(wanted)]
+        return WrittenPrompts(prompts=own, counts={"written": 40, "kept": wanted})
+
+    sources = ["a", "target", "b"]
+    train = [{"source": name if name == "target" else str(folder / f"{name}.jsonl"), "count": 9} for name in sources]
+    config = run_config(folder, train=train, held_out=6)
+    sets = collect_prompts(config, Path("unused"), tiny_tokenizer(), write=write)
+    assert [prompt.id for prompt in sets.train[9:18]] == [f"target/{i}" for i in range(9)]
+    assert [prompt.id for prompt in sets.held_out[2:4]] == ["target/9", "target/10"]
+    outside = {" ".join(prompt.messages[0]["content"].split()) for prompt in sets.out_of_domain}
+    assert asked[0][:2] == (11, outside) and asked[0][2] >= 5 + 9 + 2
+    assert len(keys([*sets.train, *sets.held_out])) == 33
+    assert sets.own == {"written": 40, "kept": 11}
