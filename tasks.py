@@ -260,6 +260,47 @@ def move_cache(
 
 
 @task(
+    help={
+        "config": "preset in configs/",
+        "gpus": "how many; default: those that the configuration names",
+        "gpu": "h200, h100, a100 or b200, with rates of your own: h200,link=50 (GB/s), matmul= (TFLOP/s), ...",
+        "shape": "of a target whose config.json is not here: qwen3-8b, or layers=36,hidden=4096,...",
+        "samples": "default: the prompts of the configuration",
+        "prompt-tokens": "mean of a sample; default: the most that are allowed",
+        "answer-tokens": "the same of its answer",
+        "epochs": "instead of train.steps",
+        "set": "override; may be repeated",
+        "json": "also write the plan here",
+        "check": "instead, compare the model with what was measured",
+    },
+    iterable=["set_"],
+)
+def plan(
+    c: Context,
+    config: str = "configs/smollm2-gpu.yaml",
+    gpus: str = "",
+    gpu: str = "h200",
+    shape: str = "",
+    samples: str = "",
+    prompt_tokens: str = "",
+    answer_tokens: str = "",
+    epochs: str = "",
+    set_: Any = None,
+    json: str = "",
+    check: bool = False,
+) -> None:
+    """Say what a run would take: hours, memory, how many GPUs as targets and as drafters, what limits it."""
+    if check:
+        _run(["-m", "pipeline", "plan", "--check"])
+        return
+    sizes = _options(
+        shape=shape, samples=samples, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, epochs=epochs
+    )
+    command = ["plan", "--config", config, *_options(gpu=gpu, gpus=gpus, json=json), *sizes]
+    _run(["-m", "pipeline", *command, *(set_ or [])])
+
+
+@task(
     positional=["drafter"],
     help={
         "drafter": "run folder, its id, runs/latest, or a drafter's folder",
@@ -385,6 +426,20 @@ def lock(c: Context, check: bool = False, next: bool = False) -> None:
 
 
 namespace = Collection(
-    *(train, generate, export, import_drafter, serve_command, smoke, build, shell, clean, move_cache, race, bench),
+    *(
+        train,
+        generate,
+        export,
+        import_drafter,
+        serve_command,
+        smoke,
+        build,
+        shell,
+        clean,
+        move_cache,
+        plan,
+        race,
+        bench,
+    ),
     *(test, doctor, fingerprint, diff, lint, typecheck, lock),
 )

@@ -1,4 +1,4 @@
-"""`python -m pipeline train`, `generate`, `cache` and `smoke`: arguments in, exit code out.
+"""`python -m pipeline train`, `generate`, `cache`, `plan` and `smoke`: arguments in, exit code out.
 
 0 done, 2 bad configuration or data, 3 environment not fit, 4 verification failed, 5 interrupted but resumable.
 """
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return commands.needs(path, options.overrides, run=options.run or "", again=options.again)
         if options.command == "smoke":
             return smoke(options.device, options.json)
+        if options.command == "plan":
+            return _plan(options)
         if options.command in ("export", "import", "serve-command"):
             return _interchange(options)
         decoding = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "block_length")
@@ -72,6 +74,15 @@ def _interchange(options: argparse.Namespace) -> int:
             options.drafter, options.out, reading=options.reading, target=options.target, config=options.config
         )
     return interchange.serve_command(options.drafter, options.engine, options.target)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from pipeline.plan import command  # brings torch
+
+    if options.check:
+        return command.check()
+    names = ("gpu", "gpus", "shape", "samples", "prompt_tokens", "answer_tokens", "epochs", "json")
+    return command.plan(Path(options.config), options.overrides, **{name: getattr(options, name) for name in names})
 
 
 def _exit_code(error: BaseException) -> int | None:
@@ -140,7 +151,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands_parser = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="train | generate | export | import | serve-command | cache | smoke | needs",
+        metavar="train | generate | export | import | serve-command | cache | plan | smoke | needs",
     )
 
     train = commands_parser.add_parser("train", help="cache, train and verify; finished stages are skipped")
@@ -185,6 +196,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     smoke_parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     smoke_parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    _add_plan(commands_parser)
     _add_interchange(commands_parser)
 
     # argparse stops taking positional arguments at the first option after them; overrides may stand anywhere.
@@ -195,6 +207,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if hasattr(options, "overrides"):
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _add_plan(commands_parser: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands_parser.add_parser("plan", help="say what a run would take: hours, memory, which GPUs do what")
+    what = plan.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", metavar="FILE", help="of the run")
+    what.add_argument("--check", action="store_true", help="compare the model with what was measured instead")
+    plan.add_argument("--gpu", default="h200", metavar="G", help="h200 (default), h100, a100, b200; or G,matmul=...")
+    plan.add_argument("--gpus", type=_positive, metavar="N", help="default: those that the configuration names")
+    plan.add_argument("--shape", default="", metavar="S", help="the target's: qwen3-8b, or layers=36,hidden=4096,...")
+    plan.add_argument("--samples", type=_positive, metavar="N", help="default: data.train's counts")
+    plan.add_argument("--prompt-tokens", type=_positive, metavar="N", help="mean; default: data.max_prompt_tokens")
+    plan.add_argument("--answer-tokens", type=_positive, metavar="N", help="mean; default: data.max_answer_tokens")
+    plan.add_argument("--epochs", type=_positive, metavar="N", help="instead of train.steps")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
+    plan.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    plan.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings over those of the file")
 
 
 def _add_interchange(commands_parser: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -24,7 +24,7 @@ def test_the_list_of_tasks_says_what_each_is_for(project: Path) -> None:
     listing = invoke(project, "--list").stdout
     lines = [line.split(None, 1) for line in listing.splitlines() if line.startswith("  ") and line[2] != " "]
     names = {"train", "generate", "smoke", "build", "shell", "race", "test", "doctor", "fingerprint", "diff"}
-    names |= {"clean", "cache", "lint", "typecheck", "lock", "export", "import", "serve-command", "bench"}
+    names |= {"clean", "cache", "lint", "typecheck", "lock", "export", "import", "serve-command", "bench", "plan"}
     assert {parts[0] for parts in lines} == names and all(len(parts) == 2 for parts in lines)
 
 
