@@ -58,10 +58,10 @@ class TargetForward:
         return "rows are packed" if self._packed else why_not_static(self.target)
 
     @torch.no_grad()
-    def record(self, shapes: Iterable[tuple[int, int]], gate: CompileGate) -> None:
+    def record(self, shapes: Iterable[tuple[int, int]], gate: CompileGate, name: str = "target") -> None:
         """Record the forward for every shape (b, S) of tokens, compiled where that is possible. Only in the gate's
-        warm-up."""
-        layer = None if self.why_not_compiled() else gate.compile(causal_layer, name="target layer")
+        warm-up, which counts it under `name`."""
+        layer = None if self.why_not_compiled() else gate.compile(causal_layer, name=f"{name} layer")
         for shape in shapes:
             tokens = torch.zeros(shape, dtype=torch.long, device=self.target.device)
             positions = torch.arange(shape[1], device=tokens.device).repeat(shape[0], 1) if self._packed else None

@@ -15,6 +15,7 @@ from pipeline.plan.costs import Micro
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.shapes import TargetShape, drafter_of
 from pipeline.plan.split import Split, Work, best, splits
+from pipeline.turns import Turns
 
 SHOWN_SPLITS = 5
 WORTH = 0.97
@@ -140,7 +141,7 @@ def make_plan(config: RunConfig, target: TargetShape, gpu: Gpu, gpus: int, workl
     usable = memory.USABLE * gpu.memory
     work, found = _placings(config, drafter, target, micro, gpu, gpus)
     on_drafter = memory.drafter_memory(drafter, target, micro, head_rows=_head_rows(config), soft=soft)
-    on_target = memory.target_memory(drafter, target, micro, fed=1, soft=soft)
+    on_target = memory.target_memory(drafter, target, micro, turns=Turns(targets=1, drafters=1), soft=soft)
     if not found:
         need = max(sum(on_drafter.values()), 0.0 if cached else sum(on_target.values()))
         raise ConfigError(
@@ -230,7 +231,8 @@ def _placings(
     def fits(split: Split) -> bool:
         if not split.targets:
             return held <= usable
-        beside = memory.target_memory(drafter, target, micro, fed=split.drafters / split.targets, soft=soft)
+        turns = Turns(targets=split.targets, drafters=split.drafters)
+        beside = memory.target_memory(drafter, target, micro, turns=turns, soft=soft)
         if split.shared:
             return held + sum(beside.values()) - memory.table_bytes(target) <= usable
         return max(held, sum(beside.values())) <= usable

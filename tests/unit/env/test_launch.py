@@ -27,8 +27,8 @@ from tests.engine_tools import DOCKER
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "env" / "launch"
-SLURM, KUBERNETES, SKYPILOT = (FOLDER / name for name in ("slurm.sbatch", "kubernetes.yaml", "skypilot.yaml"))
-RECIPES = (SLURM, KUBERNETES, SKYPILOT)
+NAMES = ("slurm.sbatch", "slurm-hosts.sbatch", "kubernetes.yaml", "skypilot.yaml")
+SLURM, HOSTS, KUBERNETES, SKYPILOT = RECIPES = tuple(FOLDER / name for name in NAMES)
 ROOTLESS = Engine(name="podman", why="", facts=HostFacts(rootless=True))
 IN_CONTAINER = ("/cache", "/runs", "/tmp", "/dev/shm", "/dev/null", f"/{START}")
 _HOST = re.compile(r"\b[a-z0-9-]+(?:\.[a-z0-9-]+)*\.(?:ai|app|cloud|com|cr|de|dev|eu|io|net|org|sh)\b", re.I)
@@ -85,11 +85,13 @@ def test_a_host_or_a_path_would_be_found(line: str) -> None:
 def test_the_shell_parts_parse(tmp_path: Path) -> None:
     run = tmp_path / "run.sh"
     run.write_text(skypilot()["run"])
-    for script in (SLURM, run):
+    for script in (SLURM, HOSTS, run):
         assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
 
 
-@pytest.mark.parametrize(("engine", "path"), [(DOCKER, SLURM), (ROOTLESS, SLURM), (DOCKER, SKYPILOT)])
+@pytest.mark.parametrize(
+    ("engine", "path"), [(DOCKER, SLURM), (ROOTLESS, SLURM), (DOCKER, HOSTS), (ROOTLESS, HOSTS), (DOCKER, SKYPILOT)]
+)
 def test_containers_are_started_as_the_tasks_start_them(engine: Engine, path: Path, tmp_path: Path) -> None:
     """Read-only root, no privileges, shared memory (pytorch#5040), GPUs: whatever env/image.py asks for."""
     text = path.read_text()
@@ -146,6 +148,7 @@ def _slurm(tmp_path: Path, step: str, *, script: Path = SLURM, **variables: str)
     for tool in tools.iterdir():
         tool.chmod(0o755)
     environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "DFLASH_IMAGE": "image"}
+    environ |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
     environ |= {"DFLASH_CACHE": f"{tmp_path}/cache", "DFLASH_SHARED": f"{tmp_path}/shared", **variables}
     command = ["bash", str(script), "train.steps=9"]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -188,3 +191,37 @@ def test_a_slurm_job_without_a_shared_folder_or_with_an_unknown_engine_says_so(t
     job = _slurm(tmp_path / "other", "", DFLASH_ENGINE="rkt")
     assert job.communicate(timeout=60)[1] == "DFLASH_ENGINE is rkt: docker, podman or apptainer\n"
     assert job.returncode == 2
+
+
+# The steps of the recipe for several hosts: the cache stage names the run, torchrun ends with 1 whatever happens.
+_HOSTS_STEP = """
+import os
+words = sys.argv[1:]
+if "mkdir" in words:
+    sys.exit(0)
+stage = next((w for w in words if w.startswith("--stage")), "ranks")
+print(f"run ../runs/tiny-0000" if stage == "--stage=cache" else "words " + " ".join(words), flush=True)
+if stage == "ranks" and {code}:
+    os.makedirs({runs!r} + "/tiny-0000", exist_ok=True)
+    open({runs!r} + "/tiny-0000/stages.json", "w").write('{{"name": "train",\\n"state": "{state}"}}')
+    sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("code", "state", "expected"), [(0, "done", 0), (1, "failed", 1), (1, "interrupted", 5)])
+def test_a_slurm_job_of_several_hosts_runs_ranks_between_two_stages_of_one(
+    code: int, state: str, expected: int, tmp_path: Path
+) -> None:
+    (tmp_path / "shared" / "runs").mkdir(parents=True)
+    step = _HOSTS_STEP.format(code=code, state=state, runs=f"{tmp_path}/shared/runs")
+    job = _slurm(tmp_path, step, script=HOSTS, DFLASH_CONFIG="/runs/mine.yaml")
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == expected, err
+    ranks, *verify = [line for line in out.splitlines() if line.startswith("words ")]
+    assert "--ntasks-per-node=1 podman run" in ranks and "--network=host" in ranks
+    assert "--nnodes=2 --nproc-per-node=4 --rdzv-id=77" in ranks and ranks.endswith("-m pipeline rank tiny-0000")
+    assert [line.endswith("train --config /runs/mine.yaml --stage=verify train.steps=9") for line in verify] == (
+        [True] if code == 0 else []
+    )
+    requeued = tmp_path / "scontrol.txt"
+    assert ("requeue" in requeued.read_text()) == (expected == 5)
