@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,14 +117,18 @@ class FeatureBuffers:
     def fill(self, features: Tensor) -> Tensor:
         """Return a free buffer with `features` in it. Raises RuntimeError if all are out."""
         shape = tuple(features.shape)
-        if shape not in self._free:
-            self._free[shape] = queue.SimpleQueue()
-            for _ in range(self._count):
-                self._free[shape].put(torch.empty_like(features))
+        self.reserve(features)
         try:
             return self._free[shape].get_nowait().copy_(features)
         except queue.Empty:
             raise RuntimeError(f"all {self._count} feature buffers of {list(shape)} are in use") from None
+
+    def reserve(self, features: Tensor) -> None:
+        """Make the buffers for features of this shape, if there are none yet."""
+        if (shape := tuple(features.shape)) not in self._free:
+            self._free[shape] = queue.SimpleQueue()
+            for _ in range(self._count):
+                self._free[shape].put(torch.empty_like(features))
 
     def give_back(self, buffer: Tensor) -> None:
         """Take a buffer back; it may be written over by what is launched from now on."""
@@ -158,15 +163,16 @@ class OnlineFeatures:
         # Of each shape one in every place that features can be: waiting, lent to a worker, or being made.
         self._buffers = FeatureBuffers(num_workers * (depth + 1) + 1)
         self._lent: list[Tensor | None] = [None] * num_workers
+        self._working = threading.Lock()
 
     def work(self, name: str, stream: Iterable[tuple[int, MicroBatch]]) -> None:
         with self._gate.worker(name):
             if self._shapes:
-                self._gate.warm_up(lambda: self._forward.record(self._shapes, self._gate))
+                self._gate.warm_up(self._warm_up)
             for worker, batch in stream:
                 if self.stopping.is_set():
                     return
-                with self._gate.step():
+                with self._gate.step(), self._working:
                     features = self._buffers.fill(self._forward(batch))
                 start = self._clock()
                 try:
@@ -174,6 +180,17 @@ class OnlineFeatures:
                 except GateAborted:  # nobody needs them any more; a failure is told by the worker that had it
                     return
                 self.seconds_target_waited += self._clock() - start
+
+    def _warm_up(self) -> None:
+        for features in self._forward.record(self._shapes, self._gate):
+            self._buffers.reserve(features)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Hold the target between two forwards: memory that is compared is read here, or what a forward needs for a
+        moment would be counted by chance."""
+        with self._working:
+            yield
 
     def take(self, worker: int, device: torch.device, dtype: torch.dtype) -> tuple[MicroBatch, Tensor]:
         """Return a worker's next micro-batch and its features (b, S, X), both on `device`, until its next call: the

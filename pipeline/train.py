@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -233,7 +234,9 @@ class Trainer:
                     self._after_step(step + 1, batch, total, norm, rate)
                 self.exchange.rendezvous.wait()
                 if self._stop_at_step == step + 1:
-                    return
+                    break
+            if index == 0:
+                self.pace.clock.stop()
 
     def _forward_backward(self, batch: StepBatch, index: int) -> Tensor:
         """Return a worker's loss sums of a step. When it returns, nothing of a micro-batch is held any more: they are
@@ -307,6 +310,8 @@ class Trainer:
             tau = {"tau": self.held_out(self.replicas[0])} if self.held_out and evaluating else {}
         correct, counts, runs, reached = (sums[4 + i * K : 4 + (i + 1) * K] for i in range(4))
         report = self.gate.report()
+        with self.online.at_rest() if self.online else nullcontext():
+            held = memory({replica.device for replica in self.replicas})
         record = {
             "step": step,
             "epoch": batch.epoch,
@@ -322,7 +327,7 @@ class Trainer:
             "compiles_after_warmup": report["compiles_after_warmup"],
             "eager_bodies": report["eager_bodies"],
             "seconds_parked": report["seconds_parked"],
-            **memory({replica.device for replica in self.replicas}),
+            **held,
         }
         self.metrics.append(record)
         self.progress.update(step, loss=loss, tokens_per_second=rate_tokens, accepted=record["accepted_length"])
