@@ -245,7 +245,9 @@ def job_of(options: argparse.Namespace, caches: CacheDirs) -> Job:
         if not fitting:
             what = f"no prompt has at most {options.max_prompt_tokens} tokens"
             raise DataError(what, where=source, fix="Raise --max-prompt-tokens.")
-        sets[Path(source).stem] = fitting[: options.prompts]
+        if (name := Path(source).stem) in sets:
+            raise ConfigError(f"there is a set named {name!r} already", where=source, fix="Rename the file.")
+        sets[name] = fitting[: options.prompts]
     return Job(folder, drafter, sets)
 
 

@@ -31,6 +31,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.metrics import read
 from pipeline.runs import Run, find_run, read_manifest
 from pipeline.stages import STAGES, is_finished
+from pipeline.target_forward import recorded_shapes
 from pipeline.targets import resolve_target, target_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,17 +55,26 @@ def drafter_flops(config: DrafterConfig, training: Mapping[str, Any], text_token
     ).total
 
 
-def target_flops(config: Any, tokens: int, text_tokens: float) -> float:
+def target_flops(config: Any, tokens: int, text_tokens: float, layers: int | None = None) -> float:
     """Return the operations of a causal forward over `tokens` in texts of `text_tokens`, without the head.
 
     config   transformers' configuration of a Llama, Qwen2 or Qwen3
+    layers   how many of its layers run; None is all
     """
     D, heads = config.hidden_size, config.num_attention_heads
     width = getattr(config, "head_dim", None) or D // heads
     queries, keys = heads * width, config.num_key_value_heads * width
     layer = 2 * D * (queries + 2 * keys) + 2 * queries * D + 6 * D * config.intermediate_size
     attention = 2 * 2 * queries * text_tokens / 2
-    return float(config.num_hidden_layers * tokens * (layer + attention))
+    return float((layers or config.num_hidden_layers) * tokens * (layer + attention))
+
+
+def layers_run(run: Run) -> int | None:
+    """Return how many layers of the target ran beside training (pipeline/target_forward.py), None for all."""
+    config = run.config
+    if not recorded_shapes(config) or config.train.soft_weight or config.data.samples_per_row > 1:
+        return None
+    return max(read_config(run.drafter_dir).target_layer_ids) + 1
 
 
 def gpus_of(config: RunConfig) -> dict[str, int]:
@@ -105,7 +115,7 @@ def summary(run: Run) -> dict[str, Any]:
     about = json.loads(run.fingerprint_path.read_text(encoding="utf-8"))
     losses = [float(record["loss"]) for record in read(run.metrics_path)]
     seconds = {
-        "answers": manifests["cache"]["seconds"],
+        "cache": manifests["cache"]["seconds"],  # short where prompts and answers lay in the cache already
         "training": round(sum(session["wall_seconds"] for session in train["sessions"]), 1),
         "verify": manifests["verify"]["seconds"],
     }
@@ -148,7 +158,7 @@ def shares(run: Run, found: Mapping[str, Any], matmul_flops: float) -> dict[str,
     if run.config.data.features == "online":  # else its forward was a part of the stage before
         caches = CacheDirs.from_environment(ROOT)
         folder = resolve_target(run.config.target, caches.models, caches.packages)
-        target = target_flops(target_config(folder), training["tokens"], text_tokens)
+        target = target_flops(target_config(folder), training["tokens"], text_tokens, layers_run(run))
     peak = training["seconds"] * matmul_flops
     return {
         "drafter_tflop": None if drafter is None else round(drafter / 1e12, 4),
@@ -170,7 +180,7 @@ def described(found: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{found['run']} on {found['device']}",
-            f"seconds: answers {seconds['answers']}, training {seconds['training']} (warm-up "
+            f"seconds: cache stage {seconds['cache']}, training {seconds['training']} (warm-up "
             f"{found['warm_up_seconds']}), verify {seconds['verify']}; {found['gpu_minutes']} GPU minutes",
             f"training: {training['steps']} steps, {training['tokens']:,} tokens, {training['supervised_slots']:,} "
             f"slots of {training['anchors']:,} anchors, {training['tokens_per_second']:,.0f} tokens/s",

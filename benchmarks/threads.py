@@ -90,6 +90,7 @@ class Trial:
             Replica(f"drafter-{i}", self.config, drafter, start, borrowed, device, self.gate) for i in range(threads)
         ]
         self.exchange = GradientExchange(self.replicas)
+        self._marks = threading.Barrier(threads)
         self.collator = Collator(self.config, drafter, samples_of(case))
         size = case.sequences // threads
         features = torch.randn(case.sequences, case.context_len, drafter.feature_size, generator=generator)
@@ -116,6 +117,7 @@ class Trial:
             except BaseException as error:
                 raised.append(error)
                 self.exchange.rendezvous.abort()
+                self._marks.abort()
 
         workers = [
             threading.Thread(target=guarded, args=(i,), name=replica.name) for i, replica in enumerate(self.replicas)
@@ -126,7 +128,8 @@ class Trial:
             worker.join()
         self.gate.close()
         if raised:  # the others only report that a partner was gone
-            raise next((error for error in raised if not isinstance(error, GateAborted)), raised[0])
+            gone = GateAborted, threading.BrokenBarrierError
+            raise next((error for error in raised if not isinstance(error, gone)), raised[0])
         first, last = self._times
         size, cuda = self.case.sequences // self.threads, self.device.type == "cuda"
         whole = last - self._began - self.warm_up_seconds
@@ -165,12 +168,12 @@ class Trial:
 
     def _mark(self, index: int) -> None:
         """Let the first worker take the time at which all have done their work so far, the device's as well."""
-        self.exchange.rendezvous.wait()
+        self._marks.wait()  # not the exchange's own, which counts the waits of steps
         if index == 0:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._times.append(time.perf_counter())
-        self.exchange.rendezvous.wait()
+        self._marks.wait()
 
     def _equal(self) -> bool:
         first, *others = (replica.optimizer.masters for replica in self.replicas)

@@ -202,10 +202,21 @@ def _check_environment(root: Path, checks: Callable[[Path], list[Finding]]) -> N
 
 def _real_stages() -> dict[str, Stage]:
     from pipeline.cache import build_cache
+    from pipeline.memory import free_memory
     from pipeline.train import train as train_drafter
     from pipeline.verify import verify
 
-    return {"cache": build_cache, "train": train_drafter, "verify": verify}
+    def and_free(stage: Stage) -> Stage:
+        def freeing(run: Run) -> dict[str, Any]:
+            try:
+                return stage(run)
+            finally:
+                free_memory()  # the next stage loads its own models
+
+        return freeing
+
+    stages: dict[str, Stage] = {"cache": build_cache, "train": train_drafter, "verify": verify}
+    return {name: and_free(stage) for name, stage in stages.items()}
 
 
 def _print_summary(run: Run) -> None:

@@ -31,10 +31,14 @@ class TrainingClock:
         """Let it run on."""
         self._state = (self(), time.perf_counter())
 
+    def stop(self) -> None:
+        """Let it stand still."""
+        self._state = (self(), None)
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Let it stand still during the block."""
-        self._state = (self(), None)
+        self.stop()
         try:
             yield
         finally:

@@ -222,8 +222,8 @@ def collect_prompts(
     """Return the run's prompts, the same for the same config: drawn by config.seed, without repeated texts.
 
     write   asked for the prompts of the source `target`
-    held_out is shared among the training sources in proportion to their counts and comes after them, so that asking
-    for more held-out prompts leaves the training set as it was.
+    held_out is shared among the training sources in proportion to their counts, in every beginning of it as well, and
+    comes after them, so that asking for more held-out prompts leaves the training set as it was.
     Raises ConfigError or DataError if a source cannot be used or has too few prompts.
     """
     data = config.data
@@ -244,14 +244,14 @@ def collect_prompts(
     out_of_domain = draw.take(data.out_of_domain, 0)
     draw.outside = {fold(m["content"]) for prompt in out_of_domain for m in prompt.messages if m["role"] == "user"}
     train: list[Prompt] = []
-    held_out: list[Prompt] = []
+    held_out: list[list[Prompt]] = []
     for source, num_held_out in zip(data.train, _shares(data.held_out, [s.count for s in data.train]), strict=True):
         taken = draw.take(source, num_held_out)
         train += taken[: source.count]
-        held_out += taken[source.count :]
+        held_out.append(taken[source.count :])
     return PromptSets(
         train=train,
-        held_out=held_out,
+        held_out=_dealt(held_out),
         out_of_domain=out_of_domain,
         skipped_too_long=draw.num_too_long,
         own=draw.own,
@@ -276,7 +276,8 @@ def _check_own(config: RunConfig, write: Writer | None) -> None:
         *((f"data.train.{i}", s) for i, s in enumerate(data.train)),
         ("data.out_of_domain", data.out_of_domain),
     ]:
-        if source.source != OWN_SOURCE and "temperature" in source.model_fields_set:
+        # Not by model_fields_set: a run's own config.yaml names every field.
+        if source.source != OWN_SOURCE and source.temperature != PromptSource.model_fields["temperature"].default:
             raise ConfigError(
                 f"{source.temperature} changes nothing: {source.source!r} is not written by the target",
                 where=f"{key}.temperature",
@@ -338,6 +339,13 @@ class _Drawer:
                 fix="Lower its count, raise data.max_prompt_tokens, or add another source.",
             )
         return taken
+
+
+def _dealt(parts: list[list[Prompt]]) -> list[Prompt]:
+    """Return all prompts in one list whose every beginning holds each part in proportion: the first ones stand for all
+    where only some are decoded."""
+    places = [((i + 0.5) / len(part), prompt) for part in parts for i, prompt in enumerate(part)]
+    return [prompt for _, prompt in sorted(places, key=lambda place: place[0])]
 
 
 def _shares(total: int, weights: list[int]) -> list[int]:

@@ -9,6 +9,7 @@ interpreter). Replaying takes one call. Nothing can compile, fall back or alloca
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -19,34 +20,33 @@ T = TypeVar("T")
 class Recordings(Generic[T]):
     """Graphs on one device by key. They share their memory, so what one returned is gone when the next is replayed.
 
-    `record` must not meet other work on the device: do it in the gate's warm-up. On a CPU nothing is recorded and each
-    call runs the function; tests use that.
+    `record` must not meet other work on the device: do it in the gate's warm-up. On a CPU nothing is recorded: the
+    function runs when it is given and again in each replay; tests use that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._functions: dict[Hashable, Callable[[], T]] = {}
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._graphs: dict[Hashable, tuple[Callable[[], object], T]] = {}
         if device.type == "cuda":
             self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._functions
+        return key in self._graphs
 
     def __len__(self) -> int:
-        return len(self._functions)
+        return len(self._graphs)
 
     def record(self, key: Hashable, function: Callable[[], T]) -> None:
         """Keep `function` for `replay`. It has run at these shapes before; what it reads and writes must not move."""
-        self._functions[key] = function
         if self.device.type != "cuda":
+            self._graphs[key] = _again(function)
             return
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
             # thread_local: autograd's own thread may do during the recording what this one may not.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 made = function()
-            self._graphs[key] = graph, made
+            self._graphs[key] = graph.replay, made
 
     def rehearse(self, function: Callable[[], object]) -> None:
         """Run `function` once on the recordings' stream, where libraries make their workspaces and kernels are loaded:
@@ -63,9 +63,21 @@ class Recordings(Generic[T]):
 
     def replay(self, key: Hashable) -> T:
         """Run what was recorded and return what it returned then, with new values in it. Raises KeyError."""
-        if self.device.type != "cuda":
-            return self._functions[key]()
-        graph, made = self._graphs[key]
-        with torch.cuda.device(self.device):
-            graph.replay()
+        run, made = self._graphs[key]
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            run()
         return made
+
+
+def _again(function: Callable[[], T]) -> tuple[Callable[[], object], T]:
+    """Return what stands for a graph on a CPU: a function that writes its result over that of the first run, which is
+    returned too."""
+    made = function()
+
+    def run() -> None:
+        result = function()
+        if isinstance(made, torch.Tensor) and isinstance(result, torch.Tensor):
+            with torch.no_grad():
+                made.copy_(result)
+
+    return run, made

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dflash.compile import CompileMiss
+from dflash.compile.gate import GateError
 from pipeline.batches import MicroBatch
 from pipeline.optim import MasterAdamW
 from pipeline.recorded import Recordings
@@ -52,10 +52,11 @@ class RecordedStep:
         self._optimizer.forget()
 
     def __call__(self, batch: MicroBatch, features_bSX: Tensor) -> Tensor:
-        """Return the loss sums of a micro-batch. Raises CompileMiss for a shape that was not recorded."""
+        """Return the loss sums of a micro-batch. Raises GateError for a shape that was not recorded."""
         shape = _shape(batch)
         if shape not in self._inputs:
-            raise CompileMiss(self._name, f"bucket {shape[0]} and {shape[1]} rows", "no graph of it was recorded")
+            what = f"no graph for micro-batches of bucket {shape[0]} and {shape[1]} rows"
+            raise GateError(f"{self._name} has {what}; set compile.cuda_graphs: false")
         own = self._inputs[shape]
         for name, tensor in batch.tensors().items():
             own.batch.tensors()[name].copy_(tensor, non_blocking=True)

@@ -167,15 +167,23 @@ class Replica:
     def warm_up(self) -> None:
         """Run forward and backward once for every declared shape, record them where steps are CUDA graphs, and forget
         the gradients."""
-        width = feature_width(self.config, self.drafter)
+        width, room = feature_width(self.config, self.drafter), list[Tensor]()
         for bucket in self.config.data.buckets:
             shape = (self.config.train.micro_batch, bucket, width)
             features = torch.zeros(shape, device=self.device, dtype=self.dtype)
             batches = [batch.to(self.device) for batch in warm_batches(self.config, self.drafter, bucket)]
             for batch in batches:
-                self.recordings.rehearse(partial(self._run, batch, features))
+                run = partial(self._run, batch, features)
+                if self.config.recorded:
+                    self.recordings.rehearse(run)
+                else:  # in the stream of training: what this one has freed serves no other
+                    run()
             for batch in batches if self.config.recorded else ():
                 self.recorded.record(batch, features)
+            room.append(features)
+        if self.config.recorded:  # room for the features that come; those that the graphs read are their own
+            room = [torch.empty_like(features) for features in room]
+        del room
         self.optimizer.forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

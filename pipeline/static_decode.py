@@ -209,7 +209,8 @@ class StaticDecoder:
         """Return each row's next token (B,): the likeliest, or one drawn from the distribution of `sampling`.
 
         Drawn: the argmax of p / e with e exponential is distributed as p (the Gumbel-max trick, without logarithms);
-        one pass, and no sum that must be searched. torch never draws e = 0, with which any token would win.
+        one pass, and no sum that must be searched. On a GPU torch never draws e = 0, with which any token would win; on
+        a CPU once in 2^53.
         """
         if self.generator is None:
             return logits_BV.argmax(-1)

@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash.compile import CompileGate, CompileMiss
+from dflash.compile import CompileGate
+from dflash.compile.gate import GateError
 from dflash.config import DrafterConfig
 from dflash.model import Rotation, rotate
 from dflash.objective import send
 from dflash.taps import extract_features
 from pipeline.batches import MicroBatch
 from pipeline.config import RunConfig
+from pipeline.errors import PipelineError
 from pipeline.recorded import Recordings
-from pipeline.static_decode import why_not_static
+from pipeline.static_decode import ROPE_TYPES, why_not_static
+
+FEATURES_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02, torch.float64: 1e-9}
+"""Largest difference, by norm, of the compiled features from transformers' own."""
 
 
 def target_features(target: Any, batch: MicroBatch, layer_ids: tuple[int, ...], final_state: bool) -> Tensor:
@@ -58,9 +63,15 @@ class TargetForward:
         return "rows are packed" if self._packed else why_not_static(self.target)
 
     @torch.no_grad()
-    def record(self, shapes: Iterable[tuple[int, int]], gate: CompileGate, name: str = "target") -> None:
-        """Record the forward for every shape (b, S) of tokens, compiled where that is possible. Only in the gate's
-        warm-up, which counts it under `name`."""
+    def record(self, shapes: Iterable[tuple[int, int]], gate: CompileGate, name: str = "target") -> list[Tensor]:
+        """Record the forward for every shape (b, S) of tokens, compiled where that is possible, and return the tensors
+        that features will come in. Only in the gate's warm-up, which counts it under `name`.
+
+        Raises PipelineError when the features are not those of transformers' own forward.
+        """
+        if self.target.config.get_text_config().rope_parameters["rope_type"] not in ROPE_TYPES:
+            return []  # its angles are decided on the host in each forward: nothing can be recorded
+        made = []
         layer = None if self.why_not_compiled() else gate.compile(causal_layer, name=f"{name} layer")
         for shape in shapes:
             tokens = torch.zeros(shape, dtype=torch.long, device=self.target.device)
@@ -74,6 +85,20 @@ class TargetForward:
             self._recordings.rehearse(run)
             self._recordings.record(shape, run)
             self._inputs[shape] = tokens, positions
+            tokens.copy_(torch.randint(self.target.config.get_text_config().vocab_size, shape))
+            made.append(self._recordings.replay(shape))
+            expected = extract_features(self.target, tokens, self._layer_ids, positions, final_state=self._final_state)
+            error = float((made[-1] - expected).float().norm() / expected.float().norm())
+            if not error <= FEATURES_LIMIT[expected.dtype]:
+                raise PipelineError(
+                    f"the compiled target's features are {error:.2g} from transformers' own",
+                    where=f"tokens {list(shape)}",
+                    fix="Set compile.cuda_graphs: false and report it.",
+                )
+            del expected
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()  # what transformers' forward took
+        return made
 
     def _layers(self, tokens_bS: Tensor, layer: Callable[..., Tensor]) -> Tensor:
         """Return the features by `layer`, as far up as they are tapped."""
@@ -90,18 +115,24 @@ class TargetForward:
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> Tensor:
-        """Return a micro-batch's features; the next call may write over them. Raises CompileMiss for a shape that was
+        """Return a micro-batch's features; the next call may write over them. Raises GateError for a shape that was
         not recorded, when others were."""
         if not self._inputs:
             return target_features(self.target, batch, self._layer_ids, self._final_state)
         shape = tuple(batch.tokens_bS.shape)
         if shape not in self._inputs:
-            raise CompileMiss("the target", f"tokens {list(shape)}", "no graph of it was recorded")
+            raise GateError(f"the target has no graph for tokens {list(shape)}; set compile.cuda_graphs: false")
         own_tokens, own_positions = self._inputs[shape]
-        own_tokens.copy_(send(batch.tokens_bS, self.target.device))
+        _write(own_tokens, batch.tokens_bS)
         if own_positions is not None:
-            own_positions.copy_(send(batch.positions_bS, self.target.device))
+            _write(own_positions, batch.positions_bS)
         return self._recordings.replay(shape)
+
+
+def _write(own: Tensor, new: Tensor) -> None:
+    """Copy to `own` without a tensor between the two: another thread may be counting the GPU's memory."""
+    pinned = new.pin_memory() if own.is_cuda and new.device.type == "cpu" else new
+    own.copy_(pinned, non_blocking=True)
 
 
 def causal_layer(x_bSD: Tensor, layer: Any, rope: Rotation) -> Tensor:

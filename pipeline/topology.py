@@ -6,7 +6,8 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -158,14 +159,18 @@ class FeatureBuffers:
     def fill(self, features: Tensor) -> Tensor:
         """Return a free buffer with `features` in it. Raises RuntimeError if all are out."""
         shape = tuple(features.shape)
-        if shape not in self._free:
-            self._free[shape] = queue.SimpleQueue()
-            for _ in range(self._count):
-                self._free[shape].put(torch.empty_like(features))
+        self.reserve(features)
         try:
             return self._free[shape].get_nowait().copy_(features)
         except queue.Empty:
             raise RuntimeError(f"all {self._count} feature buffers of {list(shape)} are in use") from None
+
+    def reserve(self, features: Tensor) -> None:
+        """Make the buffers for features of this shape, if there are none yet."""
+        if (shape := tuple(features.shape)) not in self._free:
+            self._free[shape] = queue.SimpleQueue()
+            for _ in range(self._count):
+                self._free[shape].put(torch.empty_like(features))
 
     def give_back(self, buffer: Tensor) -> None:
         """Take a buffer back; it may be written over by what is launched from now on."""
@@ -208,6 +213,7 @@ class OnlineFeatures:
         self._buffers = [FeatureBuffers(self.turns.places(depth)) for _ in forwards]
         self._taken = [0] * num_workers
         self._lent: list[Tensor | None] = [None] * num_workers
+        self._working = [threading.Lock() for _ in forwards]
 
     def work(self, target: int, stream: Iterable[MicroBatch]) -> None:
         """Make the features of `stream`: micro-batches `target`, target + T, ... of T targets' session."""
@@ -217,11 +223,11 @@ class OnlineFeatures:
         name = target_name(target)
         with self._gate.worker(name):
             if self._shapes:
-                self._gate.warm_up(lambda: forward.record(self._shapes, self._gate, name))
+                self._gate.warm_up(lambda: self._warm_up(target))
             for number, batch in zip(itertools.count(target, self.turns.targets), stream, strict=False):
                 if self.stopping.is_set():
                     return
-                with self._gate.step():
+                with self._gate.step(), self._working[target]:
                     features = buffers.fill(forward(batch))
                 start, worker = self._clock(), self.turns.drafter_of(number)
                 try:
@@ -229,6 +235,19 @@ class OnlineFeatures:
                 except GateAborted:  # nobody needs them any more; a failure is told by the worker that had it
                     return
                 self.seconds_targets_waited[target] += self._clock() - start
+
+    def _warm_up(self, target: int) -> None:
+        for features in self._forwards[target].record(self._shapes, self._gate, target_name(target)):
+            self._buffers[target].reserve(features)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Hold the targets between two forwards: memory that is compared is read here, or what a forward needs for a
+        moment would be counted by chance."""
+        with ExitStack() as held:
+            for working in self._working:
+                held.enter_context(working)
+            yield
 
     def take(self, worker: int, device: torch.device, dtype: torch.dtype) -> tuple[MicroBatch, Tensor]:
         """Return a worker's next micro-batch and its features (b, S, X), both on `device`, until its next call: the

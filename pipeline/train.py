@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -277,6 +278,8 @@ class Trainer:
                 self.exchange.wait()
                 if self._stop_at_step == step + 1:
                     break
+            if index == 0:
+                self.pace.clock.stop()
         if index == 0:
             self.exchange.close()
 
@@ -351,7 +354,9 @@ class Trainer:
                 self.exchange.settle()
         report = self.gate.report()
         devices = {replica.device for replica in self.replicas} | set(self.online.devices if self.online else ())
-        counts = self.exchange.summed({**{name: report[name] for name in COUNTED_BY_GATE}, **memory(devices)})
+        with self.online.at_rest() if self.online else nullcontext():
+            held = memory(devices)
+        counts = self.exchange.summed({**{name: report[name] for name in COUNTED_BY_GATE}, **held})
         if not self.leads:
             return
         more = {"learning_rate": rate, "gradient_norm": norm, "tokens_per_second": round(rate_tokens, 1), **tau}

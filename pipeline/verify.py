@@ -25,6 +25,7 @@ from pipeline.gates import (
     replicas_equal,
     throughput_held,
 )
+from pipeline.memory import free_memory
 from pipeline.metrics import progress_bar, read
 from pipeline.proofs import (
     chained_tau,
@@ -39,6 +40,9 @@ from pipeline.replica import DTYPES, new_drafter
 from pipeline.runs import Run, read_manifest
 from pipeline.targets import load_target, load_tokenizer
 from pipeline.warmup import say, set_threads
+
+AT_ONCE = 32
+"""Prompts that a GPU decodes in one batch; their keys and values are float32."""
 
 
 def verify(run: Run) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def verify(run: Run) -> dict[str, Any]:
     with compiling(cache_folder(), say):
         gates.append(compiled_equals_dense(config, data, target, exported, device))
     counts = disk_counts(before)
+    free_memory()  # of the compiled replica
     set_threads(1, device)
 
     drafter = load_drafter(run.drafter_dir, dtype=torch.float32, device=device)
@@ -102,7 +107,7 @@ def verify(run: Run) -> dict[str, Any]:
                 max_new_tokens=config.verify.max_new_tokens,
                 eos_ids=eos_ids,
                 advance=bar.advance,
-                at_once=count if device.type == "cuda" else 1,
+                at_once=min(count, AT_ONCE) if device.type == "cuda" else 1,
             )
             for name in ("held_out", "out_of_domain")
         ]

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from env.caches import CacheDirs
+from pipeline.catalogue import OWN_SOURCE
 from pipeline.config import RunConfig, load_config
 from pipeline.errors import ConfigError, VerificationFailed
 from pipeline.files import atomic_write_json
@@ -75,7 +76,9 @@ def workload(
     count = samples or sum(source.count for source in data.train)
     prompt, answer = prompt_tokens or data.max_prompt_tokens, answer_tokens or data.max_answer_tokens
     rows = -(-count // samples_in_row(config, prompt + answer))
+    own = sum(source.count for source in data.train if source.source == OWN_SOURCE)
     return Workload(
+        own_prompts=count * own // sum(source.count for source in data.train),
         samples=count,
         prompt_tokens=prompt,
         answer_tokens=answer,

@@ -17,6 +17,9 @@ from pipeline.plan.shapes import TargetShape
 
 PRODUCTS = 0.890
 """Share of the matmul rate that products reach, with all that grows with their rows (norms, softmax, float32 sums)."""
+NARROW = 680
+"""Width at which that share is about half of it: products of few columns are not as fast, and write much for what they
+compute (SmolLM2's 576: 48 % of the rate)."""
 ATTENTION = 0.605
 """The same of attention's products in flex attention."""
 DRAFTER_HOST = 0.0064
@@ -40,6 +43,8 @@ DECODE_CACHE = 0.385
 """Share of the copy rate at which a decoding step reads keys and values."""
 DECODE_OVERHEAD = 1.09
 """All that a batch of answers takes beside its steps, as a factor: recording, checks, prompts' padding."""
+OWN_TEXTS = 1.4
+"""Texts that a target writes for each prompt of its own that is kept (14,036 for 10,044)."""
 KEY_BUCKET = 128
 """Slots that a decoding step attends to are a multiple of this (pipeline/static_decode.py)."""
 
@@ -116,8 +121,14 @@ def drafter_seconds(
     """
     flops = drafter_flops(drafter, micro)
     products = flops.total - flops.attention + (flops.head / 2 if soft else 0)
-    busy = products / (PRODUCTS * gpu.matmul) + flops.attention / (ATTENTION * gpu.matmul)
+    share = products_share(drafter.hidden_size)
+    busy = products / (share * gpu.matmul) + flops.attention / (ATTENTION * gpu.matmul)
     return Seconds(busy, RECORDED_HOST if recorded else DRAFTER_HOST * drafter.num_hidden_layers)
+
+
+def products_share(width: int) -> float:
+    """Return the share of the matmul rate that products of a model of `width` reach: PRODUCTS at 4096 and above."""
+    return PRODUCTS * min(1.0, width / (width + NARROW) * (4096 + NARROW) / 4096)
 
 
 def optimizer_seconds(drafter: DrafterConfig, gpu: Gpu) -> Seconds:
@@ -141,7 +152,7 @@ def target_flops(target: TargetShape, micro: Micro) -> tuple[float, float]:
 def target_seconds(target: TargetShape, micro: Micro, gpu: Gpu, *, recorded: bool = False) -> Seconds:
     """Return what the features of one micro-batch take. The shares of the rate are the drafter's: not measured."""
     products, attention = target_flops(target, micro)
-    busy = products / (PRODUCTS * gpu.matmul) + attention / (ATTENTION * gpu.matmul)
+    busy = products / (products_share(target.hidden) * gpu.matmul) + attention / (ATTENTION * gpu.matmul)
     return Seconds(busy, RECORDED_HOST if recorded else TARGET_HOST * target.layers)
 
 

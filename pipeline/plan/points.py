@@ -56,7 +56,13 @@ def points(record: Path = RECORD) -> list[Point]:
     gpu = replace(GPUS["h200"], matmul=found["peaks"]["matmul_flops"], copy=found["peaks"]["copy_bytes"])
     steps = [point for row in found["rows"] if row["case"]["precision"] == "bf16" for point in _of_step(row, gpu)]
     order = {"ms": 0, "GiB": 1}
-    return [*sorted(steps, key=lambda point: order[point.unit]), *_earlier(), *_of_answers(), *_of_training()]
+    return [
+        *sorted(steps, key=lambda point: order[point.unit]),
+        *_earlier(),
+        *_recorded(),
+        *_of_answers(),
+        *_of_training(),
+    ]
 
 
 def _of_step(row: dict[str, Any], gpu: Gpu) -> Iterator[Point]:
@@ -109,6 +115,19 @@ def _earlier() -> Iterator[Point]:
         seconds = costs.drafter_seconds(case.drafter(), _micro(case), gpu).alone
         named = f"forward + backward, {name}"
         yield Point(name=named, unit="ms", measured=measured, predicted=1e3 * seconds, bound=5, fitted=False)
+
+
+def _recorded() -> Iterator[Point]:
+    """Yield steps of a small drafter as CUDA graphs, with AdamW."""
+    for anchors, measured in ((32, 25.3), (64, 47.0)):
+        case = Case("small", TARGET, 64, 384, anchors, 16)
+        parts = (
+            costs.drafter_seconds(case.drafter(), _micro(case), GPUS["h200"], recorded=True),
+            costs.optimizer_seconds(case.drafter(), GPUS["h200"]),
+        )
+        predicted = 1e3 * sum(part.alone for part in parts)
+        name = f"step with AdamW, {TARGET} 64 x 384, N {anchors}, CUDA graph"
+        yield Point(name=name, unit="ms", measured=measured, predicted=predicted, bound=8, fitted=True)
 
 
 def _of_answers() -> Iterator[Point]:

@@ -32,6 +32,8 @@ class Workload:
     rows: int
     """Of an epoch: samples, or several packed in each."""
     steps: int
+    own_prompts: int = 0
+    """Of the samples: those whose prompt the target writes as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,9 @@ def make_plan(config: RunConfig, target: TargetShape, gpu: Gpu, gpus: int, workl
     runnable = [split for split in found if runs_today(config, split)]
     feature = memory.feature_bytes(drafter, micro, soft=soft)
     tokens = workload.samples * (workload.prompt_tokens + workload.answer_tokens)
-    once = costs.target_seconds(target, _micro(config, drafter, workload, 1), gpu, recorded=recorded).alone
+    # The cache stage runs transformers' forward over one sample at a time.
+    one = costs.Micro(rows=1, length=workload.prompt_tokens + workload.answer_tokens, anchors=0, block=1)
+    once = costs.target_seconds(target, one, gpu).alone
     return Plan(
         gpu=gpu,
         gpus=gpus,
@@ -177,7 +181,7 @@ def make_plan(config: RunConfig, target: TargetShape, gpu: Gpu, gpus: int, workl
         feature_rate=feature * work.pieces / chosen.drafters / step,
         feature_storage=tokens * feature / micro.tokens,
         answers=_answers(config, target, gpu, workload, usable),
-        hours_features=workload.rows * once / 3600 if cached else 0.0,
+        hours_features=workload.samples * once / 3600 if cached else 0.0,
         hours_verify=_verify_seconds(config, drafter, target, gpu) / 3600,
     )
 
@@ -297,18 +301,19 @@ def _answers(config: RunConfig, target: TargetShape, gpu: Gpu, workload: Workloa
         )
     rows = min(config.data.generate_batch, most, workload.samples)
     seconds = costs.answer_seconds(target, rows, workload.prompt_tokens, workload.answer_tokens, gpu)
+    own = costs.answer_seconds(target, rows, 1, workload.prompt_tokens, gpu)
+    own_hours = costs.OWN_TEXTS * workload.own_prompts / rows * own / 3600
     return Answers(
         rows=rows,
         most_rows=most,
         tokens_per_second=rows * workload.answer_tokens / seconds,
-        hours_one_gpu=workload.samples / rows * seconds / 3600,
+        hours_one_gpu=workload.samples / rows * seconds / 3600 + own_hours,
     )
 
 
 def _verify_seconds(config: RunConfig, drafter: DrafterConfig, target: TargetShape, gpu: Gpu) -> float:
-    """Return what decoding in float32 takes, each prompt plainly and with the drafter at the tau that is demanded: by
-    Python or by reading the weights, whichever is longer. Roughly; not measured."""
+    """Return what decoding both sets in float32 takes, all prompts of one at once, plainly and with the drafter, if one
+    prompt's tokens are accepted one by one: by Python or by reading the weights, whichever is longer. Roughly."""
     call = max(costs.TARGET_HOST * target.layers, 2 * 4 * target.parameters / gpu.copy)
     draft = costs.DRAFTER_HOST / 3 * drafter.num_hidden_layers  # a forward alone
-    tokens = 2 * config.verify.num_prompts * config.verify.max_new_tokens
-    return tokens * (call + (call + draft) / config.verify.min_tau)
+    return 2 * config.verify.max_new_tokens * (call + call + draft)

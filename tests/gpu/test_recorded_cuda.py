@@ -78,7 +78,7 @@ def test_the_targets_graph_gives_its_features_and_waits_for_nothing(packed: bool
     forward = TargetForward(target, drafter.target_layer_ids, final_state=True, packed=packed)
     gate = CompileGate(workers=1)
     with gate.worker("target"):
-        gate.warm_up(lambda: forward.record([(4, 64)], gate))
+        gate.warm_up(lambda: forward.record([(4, 64)], gate).clear())
     gate.close()
     for start in (0, 1):
         batch = collator.collate(0, 64, tuple(range(start, start + 4)))

@@ -84,7 +84,7 @@ def test_the_record_adds_up_what_the_stages_wrote(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _records(run, tmp_path, monkeypatch)
-    assert found["seconds"] == {"answers": 100.0, "training": 60.0, "verify": 50.0}
+    assert found["seconds"] == {"cache": 100.0, "training": 60.0, "verify": 50.0}
     assert (found["warm_up_seconds"], found["sessions"], found["config"]) == (5.0, 2, "tiny")
     training = found["training"]
     assert (training["steps"], training["tokens"], training["tokens_per_second"]) == (12, 8000, 200.0)
@@ -127,6 +127,7 @@ def test_the_targets_operations_are_those_that_torch_counts() -> None:
     angles = 2 * 24 * target.config.head_dim // 2
     assert counter.get_total_flops() == counted + angles
     assert record.target_flops(target.config, 48, 24) < counted
+    assert record.target_flops(target.config, 48, 2 * 24, layers=3) == counted * 3 / 4
 
 
 def test_a_drafter_that_is_not_counted_has_no_mfu_and_the_record_says_why(

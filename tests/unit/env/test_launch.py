@@ -95,6 +95,8 @@ def test_the_shell_parts_parse(tmp_path: Path) -> None:
 def test_containers_are_started_as_the_tasks_start_them(engine: Engine, path: Path, tmp_path: Path) -> None:
     """Read-only root, no privileges, shared memory (pytorch#5040), GPUs: whatever env/image.py asks for."""
     text = path.read_text()
+    if path == SLURM:  # the flags for GPUs are put together there; a test of their own starts the script
+        text += "--gpus=all --device=nvidia.com/gpu=all"
     missing = [flag for flag in flags(engine, tmp_path) if flag not in text]
     assert missing == [] and "--read-only" in flags(engine, tmp_path)
 
@@ -164,23 +166,50 @@ def test_a_slurm_job_runs_one_step_and_ends_with_its_code(engine: str, tmp_path:
     assert not (tmp_path / "scontrol.txt").exists()
 
 
+SAVING = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), sys.exit(5)))"
+"""A step that needs a second to save."""
+
+
+def test_near_the_time_limit_the_step_saves_and_the_job_is_queued_again(tmp_path: Path) -> None:
+    job = _slurm(tmp_path, f"{SAVING}; print('up', flush=True); time.sleep(30)")
+    assert job.stdout is not None and job.stdout.readline() == "up\n"
+    job.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@300, to the shell alone
+    job.communicate(timeout=20)
+    assert job.returncode == 5
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 77\n"
+
+
 @pytest.mark.parametrize("trapped", [True, False])
-def test_a_slurm_job_outlives_the_signal_and_is_queued_again_when_the_step_has_saved(
+def test_a_job_that_is_cancelled_or_preempted_outlives_its_step_and_queues_nothing(
     tmp_path: Path, trapped: bool
 ) -> None:
     """Without the trap the shell ends at once, and Slurm with it the step that is still saving."""
     script = tmp_path / "job.sh"
     script.write_text(SLURM.read_text() if trapped else SLURM.read_text().replace("trap : TERM", ""))
-    step = "print('up', flush=True); signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(1.5); sys.exit(5)"
-    job = _slurm(tmp_path, step, script=script)
+    job = _slurm(tmp_path, "print('up', flush=True); time.sleep(1.5); sys.exit(5)", script=script)
     assert job.stdout is not None and job.stdout.readline() == "up\n"
     time.sleep(0.2)
     job.send_signal(signal.SIGTERM)  # to the shell alone; the step was signalled by Slurm
     job.communicate(timeout=60)
     assert job.returncode == (5 if trapped else -signal.SIGTERM)
-    assert (tmp_path / "scontrol.txt").exists() == trapped
-    if trapped:
-        assert (tmp_path / "scontrol.txt").read_text() == "requeue 77\n"
+    assert not (tmp_path / "scontrol.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "flags"),
+    [
+        ("docker", "", ["--gpus=all"]),
+        ("docker", "2,5", ['--gpus="device=2,5"']),
+        ("podman", "", ["--device=nvidia.com/gpu=all"]),
+        ("podman", "2,5", ["--device=nvidia.com/gpu=2", "--device=nvidia.com/gpu=5"]),
+    ],
+)
+def test_a_slurm_job_gets_the_gpus_that_it_was_given_and_no_others(
+    engine: str, gpus: str, flags: list[str], tmp_path: Path
+) -> None:
+    given: Any = {"SLURM_JOB_GPUS": gpus} if gpus else {}
+    out, err = _slurm(tmp_path, "print(*sys.argv[1:])", DFLASH_ENGINE=engine, **given).communicate(timeout=60)
+    assert err == "" and [word for word in out.split() if word.startswith(("--gpus", "--device"))] == flags
 
 
 def test_a_slurm_job_without_a_shared_folder_or_with_an_unknown_engine_says_so(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_every_kind_of_point_is_there() -> None:
 @pytest.mark.parametrize(
     ("constant", "wrong"),
     [
-        ("PRODUCTS", 0.85), ("ATTENTION", 0.40), ("DRAFTER_HOST", 0.007), ("OPTIMIZER", 0.57), ("TARGET_HOST", 0.003),
+        ("PRODUCTS", 0.85), ("NARROW", 500), ("ATTENTION", 0.40), ("DRAFTER_HOST", 0.007),
+        ("OPTIMIZER", 0.57), ("TARGET_HOST", 0.003),
         ("DECODE_LAUNCH", 150e-6), ("DECODE_PASSES", 200), ("DECODE_CACHE", 0.33), ("DECODE_OVERHEAD", 1.25),
         ("OPTIMIZER_HOST", 0.0007),
     ],
@@ -201,8 +202,8 @@ def test_without_cuda_graphs_python_of_the_one_process_limits_small_micro_batche
 def test_cached_features_need_no_target_beside_and_count_their_disk_and_making() -> None:
     plan = paper("data.features=cached")
     assert plan.target_memory == {} and all(s.targets == 0 for s in plan.placings)
-    assert plan.hours_features == pytest.approx(800_000 * costs.target_seconds(
-        QWEN, Micro(rows=1, length=3072, anchors=512, block=16), H200).gpu / 3600)  # fmt: skip
+    one = costs.target_seconds(QWEN, Micro(rows=1, length=1536, anchors=0, block=1), H200)
+    assert plan.hours_features == pytest.approx(800_000 * one.alone / 3600) and one.alone == one.host > one.gpu
     assert dict(lines(plan))["all features on disk"] == "100.7 TB"
 
 
@@ -221,7 +222,7 @@ def test_today_is_what_the_configuration_accepts() -> None:
 def test_packed_rows_are_fewer_and_have_places_for_every_sample() -> None:
     config = load_config(PRESET, [*BASE, "data.samples_per_row=4", "data.buckets=[512]"])
     load = workload(config, samples=1000, prompt_tokens=56, answer_tokens=100, epochs=2)
-    assert load == Workload(samples=1000, prompt_tokens=56, answer_tokens=100, rows=334, steps=2 * 6)
+    assert load == Workload(samples=1000, prompt_tokens=56, answer_tokens=100, rows=334, steps=2 * 6, own_prompts=822)
     plan = make_plan(config, SMOL, H200, 1, load)
     assert (plan.micro.length, plan.micro.anchors) == (512, 4 * 64)
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash.compile import CompileGate, CompileMiss
+from dflash.compile import CompileGate
+from dflash.compile.gate import GateError
+from pipeline import target_forward
 from pipeline.batches import Collator, MicroBatch
 from pipeline.config import ROW_LEVELS
+from pipeline.errors import PipelineError
 from pipeline.replica import Borrowed, Replica
-from pipeline.target_forward import TargetForward, target_features
+from pipeline.target_forward import TargetForward, causal_layer, target_features
 from tests.drafters import random_drafter
 from tests.tiny import tiny_model
 from tests.tiny_run import made_up_samples, tiny_config
@@ -36,7 +39,7 @@ def test_the_targets_recorded_forward_gives_the_same_features(kind: str, packed:
     forward = TargetForward(target, drafter.target_layer_ids, final_state=final, packed=packed)
     assert forward.why_not_compiled() == ("rows are packed" if packed else None)
     with gate.worker("target"):
-        gate.warm_up(lambda: forward.record([(4, 64)], gate))
+        gate.warm_up(lambda: forward.record([(4, 64)], gate).clear())
         for start in (0, 1):
             batch = collator.collate(0, 64, tuple(range(start, start + 4)))
             with gate.step():
@@ -46,10 +49,30 @@ def test_the_targets_recorded_forward_gives_the_same_features(kind: str, packed:
                 length = sum(len(samples[i].input_ids) for i, _ in held)
                 torch.testing.assert_close(found[row, :length], expected[row, :length], rtol=0, atol=1e-5)
         short = Collator(tiny_config(data=data), drafter, samples).collate(0, 64, (0, 1))
-        with pytest.raises(CompileMiss, match="the target"), gate.step():
+        with pytest.raises(GateError, match=r"the target has no graph for tokens"), gate.step():
             forward(short)
         assert gate.report()["compiles"] == (0 if packed else 1)  # one graph for all layers
     gate.close()
+
+
+def test_a_target_whose_compiled_layers_compute_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: Tensor, layer: Any, rope: Any) -> Tensor:
+        return causal_layer(x, layer, rope) + 0.01
+
+    monkeypatch.setattr(target_forward, "causal_layer", wrong)
+    gate = CompileGate(workers=1, backend="aot_eager")
+    forward = TargetForward(tiny_model(), (0, 2), final_state=False, packed=False)
+    with pytest.raises(PipelineError, match=r"features are .* from transformers' own"), gate.worker("target"):
+        gate.warm_up(lambda: [*forward.record([(2, 16)], gate)].clear())
+    gate.close()
+
+
+def test_a_target_with_angles_that_depend_on_the_length_is_not_recorded() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    target: Any = tiny_model("llama", rope_parameters=rope)
+    gate = CompileGate(workers=1, backend="aot_eager")
+    forward = TargetForward(target, (0, 2), final_state=False, packed=False)
+    assert "rope_type" in str(forward.why_not_compiled()) and forward.record([(2, 16)], gate) == []
 
 
 class _Made:
@@ -110,10 +133,10 @@ def test_a_steps_sums_outlive_the_next_replay(made: _Made) -> None:
     assert torch.equal(first, kept)
 
 
-def test_a_shape_that_was_not_recorded_is_a_miss(made: _Made) -> None:
+def test_a_shape_that_was_not_recorded_is_an_error(made: _Made) -> None:
     rows = made.batches[0].rows
     odd: MicroBatch = Collator(made.config, made.replica.drafter, made_up_samples(20)).collate(0, 64, (0, 1, 2, 3))
     few: Any = {name: tensor[:4] for name, tensor in rows.tensors().items()}
     odd = replace(odd, rows=replace(rows, **few, chunks=((0, 4, 1),)))
-    with pytest.raises(CompileMiss, match=r"bucket 64 and 4 rows.*no graph of it was recorded"):
+    with pytest.raises(GateError, match=r"no graph for micro-batches of bucket 64 and 4 rows"):
         made.replica.forward_backward(odd, made.features[0])
