@@ -21,12 +21,12 @@ class Recordings(Generic[T]):
     """Graphs on one device by key. They share their memory, so what one returned is gone when the next is replayed.
 
     `record` must not meet other work on the device: do it in the gate's warm-up. On a CPU nothing is recorded: the
-    function runs when it is given and again in each replay; tests use that.
+    function runs in each replay; tests use that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._graphs: dict[Hashable, tuple[Callable[[], object], T]] = {}
+        self._graphs: dict[Hashable, Callable[[], T]] = {}
         if device.type == "cuda":
             self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
@@ -39,14 +39,19 @@ class Recordings(Generic[T]):
     def record(self, key: Hashable, function: Callable[[], T]) -> None:
         """Keep `function` for `replay`. It has run at these shapes before; what it reads and writes must not move."""
         if self.device.type != "cuda":
-            self._graphs[key] = _again(function)
+            self._graphs[key] = _rewriting(function)
             return
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
             # thread_local: autograd's own thread may do during the recording what this one may not.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 made = function()
-            self._graphs[key] = graph.replay, made
+
+        def replayed() -> T:
+            graph.replay()
+            return made
+
+        self._graphs[key] = replayed
 
     def rehearse(self, function: Callable[[], object]) -> None:
         """Run `function` once on the recordings' stream, where libraries make their workspaces and kernels are loaded:
@@ -63,21 +68,21 @@ class Recordings(Generic[T]):
 
     def replay(self, key: Hashable) -> T:
         """Run what was recorded and return what it returned then, with new values in it. Raises KeyError."""
-        run, made = self._graphs[key]
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            run()
-        return made
+            return self._graphs[key]()
 
 
-def _again(function: Callable[[], T]) -> tuple[Callable[[], object], T]:
-    """Return what stands for a graph on a CPU: a function that writes its result over that of the first run, which is
-    returned too."""
-    made = function()
+def _rewriting(function: Callable[[], T]) -> Callable[[], T]:
+    """Return what stands for a graph on a CPU: `function`, whose later results are written over the first one's."""
+    first: list[T] = []
 
-    def run() -> None:
+    def run() -> T:
         result = function()
-        if isinstance(made, torch.Tensor) and isinstance(result, torch.Tensor):
+        if first and isinstance(first[0], torch.Tensor) and isinstance(result, torch.Tensor):
             with torch.no_grad():
-                made.copy_(result)
+                first[0].copy_(result)
+            return first[0]
+        first[:] = [result]
+        return result
 
-    return run, made
+    return run

@@ -22,8 +22,9 @@ from pipeline.errors import PipelineError
 from pipeline.recorded import Recordings
 from pipeline.static_decode import ROPE_TYPES, why_not_static
 
-FEATURES_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02, torch.float64: 1e-9}
-"""Largest difference, by norm, of the compiled features from transformers' own."""
+FEATURES_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05, torch.float64: 1e-9}
+"""Largest difference, by norm, of the compiled features from transformers' own: one of rounding in every layer, not of
+another computation, which is of the order of 1."""
 
 
 def target_features(target: Any, batch: MicroBatch, layer_ids: tuple[int, ...], final_state: bool) -> Tensor:
@@ -85,7 +86,8 @@ class TargetForward:
             self._recordings.rehearse(run)
             self._recordings.record(shape, run)
             self._inputs[shape] = tokens, positions
-            tokens.copy_(torch.randint(self.target.config.get_text_config().vocab_size, shape))
+            vocabulary, seeded = self.target.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+            tokens.copy_(torch.randint(vocabulary, shape, generator=seeded))
             made.append(self._recordings.replay(shape))
             expected = extract_features(self.target, tokens, self._layer_ids, positions, final_state=self._final_state)
             error = float((made[-1] - expected).float().norm() / expected.float().norm())
