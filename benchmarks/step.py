@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,18 +28,17 @@ import numpy as np
 import torch
 
 from benchmarks.flops import NUM_TAPS, Case, allowed_pairs, chosen_cases, optimizer_bytes, step_flops
+from benchmarks.header import header
 from benchmarks.kernel_table import kernel_table
 from benchmarks.peaks import Peaks, Stopwatch, measure_peaks
 from dflash.compile import CompileGate, CompileMiss
 from dflash.errors import DFlashError
 from dflash.model import DFlashDraftModel
-from env.fingerprint import fingerprint
 from pipeline.batches import Collator, MicroBatch
 from pipeline.config import PromptSource, RunConfig
 from pipeline.rendering import Sample
 from pipeline.replica import DTYPES, Borrowed, Replica
 
-ROOT = Path(__file__).resolve().parent.parent
 UNTIMED, TIMED, PROFILED = 2, 8, 3
 """Steps of each kind; untimed ones follow the warm-up and make the optimizer's moments."""
 
@@ -327,11 +325,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(cases: Sequence[Case], device: torch.device, words: str, record: Path | None, profile: bool) -> int:
     """Run the cases, print the table as it grows, write the record, and return the exit code."""
-    about, peaks = fingerprint(ROOT), measure_peaks(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else about["cpu"]["model"]
+    about, peaks = header(f"python -m benchmarks.step {words}", device), measure_peaks(device)
     _forget_unused()
     rates = f"{peaks.matmul} {peaks.matmul_flops / 1e12:.4g} TFLOP/s, copy {peaks.copy_bytes / 1e9:.4g} GB/s"
-    print(f"{name}, torch {torch.__version__}: {rates}", flush=True)
+    print(f"{about['device']}, torch {torch.__version__}: {rates}", flush=True)
     rows, found = list[Row](), list[str]()
     for case in cases:
         try:
@@ -345,11 +342,7 @@ def run(cases: Sequence[Case], device: torch.device, words: str, record: Path | 
             found += faults(row)
         if record:
             result = {
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "git": about["git"],
-                "command": f"python -m benchmarks.step {words}".strip(),
-                "torch": torch.__version__,
-                "device": name,
+                **about,
                 "peaks": asdict(peaks),
                 "rows": [asdict(row) for row in rows],
                 "faults": found,
