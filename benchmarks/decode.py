@@ -20,12 +20,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.header import header
 from dflash.acceptance import pooled_tau
 from dflash.checkpoint import load_drafter
 from dflash.compile.counters import disk_counts
@@ -35,7 +35,6 @@ from dflash.errors import DFlashError
 from dflash.model import DFlashDraftModel
 from env.caches import CacheDirs
 from env.errors import EnvError
-from env.fingerprint import fingerprint
 from pipeline.config import TargetConfig
 from pipeline.data import prompt_len, read_samples
 from pipeline.errors import ConfigError, DataError, PipelineError
@@ -364,14 +363,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.compile = cuda
         job = job_of(options, CacheDirs.from_environment(ROOT))
         device = torch.device("cuda:0" if cuda else "cpu")
-        about = fingerprint(ROOT)
         words = sys.argv[1:] if arguments is None else arguments
         report: dict[str, Any] = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "git": about["git"],
-            "command": f"python -m benchmarks.decode {shlex.join(words)}".strip(),
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if cuda else about["cpu"]["model"],
+            **header(f"python -m benchmarks.decode {shlex.join(words)}", device),
             "target": job.folder.name,
             "dtype": options.dtype,
             "compiled": options.compile,

@@ -13,49 +13,34 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import re
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.util import find_spec
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.flops import NUM_TAPS, Case, allowed_pairs, chosen_cases, optimizer_bytes, step_flops
+from benchmarks.header import header
+from benchmarks.kernel_table import kernel_table
 from benchmarks.peaks import Peaks, Stopwatch, measure_peaks
 from dflash.compile import CompileGate, CompileMiss
 from dflash.errors import DFlashError
 from dflash.model import DFlashDraftModel
-from env.fingerprint import fingerprint
 from pipeline.batches import Collator, MicroBatch
 from pipeline.config import PromptSource, RunConfig
 from pipeline.rendering import Sample
 from pipeline.replica import DTYPES, Borrowed, Replica
 
-ROOT = Path(__file__).resolve().parent.parent
 UNTIMED, TIMED, PROFILED = 2, 8, 3
 """Steps of each kind; untimed ones follow the warm-up and make the optimizer's moments."""
-HEAD_FUNCTION = r"_?\w*HeadLoss"
-"""dflash.objective's autograd function, as the profiler names its forward."""
-OTHER = "norms, pointwise, other"
-GROUPS = (
-    ("attention", r"triton_tem_\w*flex_attention|flash|fmha"),
-    ("matmul", r"gemm|nvjet|cutlass|xmma|cublas|splitk|triton_tem_"),
-    ("copies", r"^mem(cpy|set)"),
-)
-"""Kernels by name, the first pattern that is found; everything else is OTHER. Inductor's fused pointwise kernels also
-carry the names of operations beside them, so only its templates (tem) count as products."""
 
 
 @dataclass(frozen=True)
@@ -272,38 +257,6 @@ def _forget_unused() -> None:
     torch.cuda.empty_cache()  # nothing without a GPU
 
 
-def kernel_table(events: Sequence[Mapping[str, Any]], *, steps: int) -> str:
-    """Return GPU milliseconds a step by group, and of the 25 largest kernels, from a chrome trace of `steps` steps.
-
-    What was launched while the head's autograd function ran belongs to the head, whatever its kernel is called.
-    """
-    head = [(e["ts"], e["ts"] + e["dur"]) for e in events if re.fullmatch(HEAD_FUNCTION, e.get("name", ""))]
-    launched = {
-        e["args"]["correlation"]: any(first <= e["ts"] <= last for first, last in head)
-        for e in events
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
-    }
-    groups, kernels = defaultdict[str, float](float), defaultdict[tuple[str, str], list[float]](list)
-    ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    for e in ran:
-        in_head = launched.get(e["args"].get("correlation"), False)
-        group = next((name for name, pattern in GROUPS if re.search(pattern, e["name"], re.IGNORECASE)), OTHER)
-        group = {"matmul": "matmul, head", OTHER: "head softmax and loss"}.get(group, group) if in_head else group
-        groups[group] += e["dur"] / 1e3 / steps
-        kernels[group, e["name"]].append(e["dur"] / 1e3 / steps)
-    span = max(e["ts"] + e["dur"] for e in ran) - min(e["ts"] for e in ran) if ran else 0.0
-    groups["no kernel runs"] = max(0.0, span / 1e3 / steps - sum(groups.values()))
-    lines = [f"{'group':24} {'ms a step':>10}"]
-    lines += [f"{name:24} {ms:10.3f}" for name, ms in sorted(groups.items(), key=itemgetter(1), reverse=True)]
-    if not head:
-        lines.append("The trace names no head loss: its kernels are in the other groups.")
-    lines += ["", f"{'ms a step':>10} {'calls':>6}  kernel"]
-    totals = {key: sum(times) for key, times in kernels.items()}
-    for key, ms in sorted(totals.items(), key=itemgetter(1), reverse=True)[:25]:
-        lines.append(f"{ms:10.3f} {len(kernels[key]) / steps:6.0f}  {key[1][:110]} ({key[0]})")
-    return "\n".join(lines)
-
-
 def faults(row: Row) -> list[str]:
     """Return a line for everything after the warm-up that a run would refuse."""
     found = []
@@ -372,11 +325,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(cases: Sequence[Case], device: torch.device, words: str, record: Path | None, profile: bool) -> int:
     """Run the cases, print the table as it grows, write the record, and return the exit code."""
-    about, peaks = fingerprint(ROOT), measure_peaks(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else about["cpu"]["model"]
+    about, peaks = header(f"python -m benchmarks.step {words}", device), measure_peaks(device)
     _forget_unused()
     rates = f"{peaks.matmul} {peaks.matmul_flops / 1e12:.4g} TFLOP/s, copy {peaks.copy_bytes / 1e9:.4g} GB/s"
-    print(f"{name}, torch {torch.__version__}: {rates}", flush=True)
+    print(f"{about['device']}, torch {torch.__version__}: {rates}", flush=True)
     rows, found = list[Row](), list[str]()
     for case in cases:
         try:
@@ -390,11 +342,7 @@ def run(cases: Sequence[Case], device: torch.device, words: str, record: Path | 
             found += faults(row)
         if record:
             result = {
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "git": about["git"],
-                "command": f"python -m benchmarks.step {words}".strip(),
-                "torch": torch.__version__,
-                "device": name,
+                **about,
                 "peaks": asdict(peaks),
                 "rows": [asdict(row) for row in rows],
                 "faults": found,

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.flops import Case
+from benchmarks.header import header
 from benchmarks.step import run_config
 from dflash.compile import CompileGate, CompileMiss, GateAborted
 from dflash.errors import DFlashError
 from dflash.model import DFlashDraftModel
-from env.fingerprint import fingerprint
 from pipeline.batches import Collator
 from pipeline.config import RunConfig
 from pipeline.rendering import Sample
 from pipeline.replica import DTYPES, Borrowed, Replica
 from pipeline.topology import GradientExchange, waits
 
-ROOT = Path(__file__).resolve().parent.parent
 THREADS = 3
 CASES = {
     "cuda": Case("smollm2 48 x 384", "smollm2", 48, 384, 32, 16),
@@ -283,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     device = torch.device("cuda:0" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
-    about, case = fingerprint(ROOT), CASES[device.type]
+    case = CASES[device.type]
     try:
         found = compare(replace(case, num_layers=options.layers or case.num_layers), device)
     except CompileMiss as error:
@@ -294,11 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         words = shlex.join(sys.argv[1:] if arguments is None else arguments)
         result = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "git": about["git"],
-            "command": f"python -m benchmarks.threads {words}".strip(),
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else about["cpu"]["model"],
+            **header(f"python -m benchmarks.threads {words}", device),
             **found,
             "faults": lines,
         }
