@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.config_errors import as_config_error
 from pipeline.errors import ConfigError
@@ -193,22 +193,22 @@ Device = Annotated[str, AfterValidator(_device)]
 class TopologyConfig(Section):
     targets: tuple[Device, ...] = Field(default=("cpu",), min_length=1)
     """A copy of the frozen target for each entry. With data.features online each has a thread that makes every n-th
-    micro-batch's features; the losses do not depend on their number. Answers are written by the first one alone."""
+    micro-batch's features; the losses do not depend on their number. Of processes each has a copy of its own: then one
+    entry for each drafter, and a device may be named more than once. Answers are written by the first one alone."""
     drafters: tuple[Device, ...] = Field(default=("cpu", "cpu"), min_length=1)
     """One worker with its own drafter replica for each entry; a device may be named more than once, by processes only
     cpu. Of processes on several hosts these are each host's."""
     workers: Literal["threads", "processes"] = "threads"
-    """threads: one process, a thread per drafter. processes: one per drafter (pipeline/ranks.py); where features are
-    online each has a target of its own, on the targets' devices in turn."""
+    """threads: one process, a thread per drafter. processes: one per drafter (pipeline/ranks.py)."""
 
-    @field_validator("targets")
-    @classmethod
-    def _one_copy_each(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        if repeated := sorted({name for name in targets if targets.count(name) > 1}):
+    @model_validator(mode="after")
+    def _one_copy_each(self) -> TopologyConfig:
+        repeated = sorted({name for name in self.targets if self.targets.count(name) > 1})
+        if repeated and self.workers == "threads":
             raise ValueError(
-                f"names {', '.join(repeated)} more than once, and a second copy there would only cost memory"
+                f"targets names {', '.join(repeated)} more than once, and a second copy there would only cost memory"
             )
-        return targets
+        return self
 
     @model_validator(mode="after")
     def _a_gpu_for_each_process(self) -> TopologyConfig:
@@ -301,6 +301,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.features cached are made by one target, and topology.targets are "
                 f"{', '.join(self.topology.targets)}: name one, or let features be online"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_target_for_every_process(self) -> RunConfig:
+        places, targets, drafters = self.topology, len(self.topology.targets), len(self.topology.drafters)
+        if self.data.features == "online" and places.workers == "processes" and targets != drafters:
+            raise ValueError(
+                f"topology.targets names {targets}, topology.drafters {drafters}: of processes with features online "
+                f"each has a copy of the target of its own, so name {drafters}; a device may be named again"
             )
         return self
 

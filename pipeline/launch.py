@@ -12,14 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
 
+from pipeline.errors import PipelineError
 from pipeline.interrupts import StopRequest
-from pipeline.ranks import FAILED, MANIFEST, STOP, RankLost, namespace, same_error
+from pipeline.ranks import AGENT_STORE, FAILED, LOST, MANIFEST, REASONS, STOP, RankLost, said, same_error
 from pipeline.runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,16 +38,14 @@ def launch(run: Run, command: Sequence[str] = COMMAND) -> dict[str, Any]:
     process's group, so a Ctrl-C reaches them once. Raises what ended the first of them that failed, with its code.
     """
     world = len(run.config.topology.drafters)
-    server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
-    store = namespace(server, "0")
+    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
     environ = {
         **os.environ,
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(server.port),
+        "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        AGENT_STORE: "True",
     }
     if sys.platform == "linux":
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks what address the host's name has
@@ -56,14 +56,15 @@ def launch(run: Run, command: Sequence[str] = COMMAND) -> dict[str, Any]:
                 own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 arguments = [*command, "rank", str(run.folder), "--started-by-train"]
                 ranks.append(subprocess.Popen(arguments, cwd=ROOT, env=own, start_new_session=True))
-            first = _supervise(ranks, store, stop)
+            failed = _supervise(ranks, store, stop)
     finally:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    if first is not None:
-        raise _cause(store, *first)
+    if failed is not None:
+        Console(stderr=True).show_cursor()  # which the bar of a killed rank leaves hidden
+        raise _cause(store, *failed)
     manifest: dict[str, Any] = json.loads(store.get(MANIFEST))
     return manifest
 
@@ -71,37 +72,41 @@ def launch(run: Run, command: Sequence[str] = COMMAND) -> dict[str, Any]:
 def _supervise(
     ranks: Sequence[subprocess.Popen[bytes]], store: dist.Store, stop: StopRequest
 ) -> tuple[int, int] | None:
-    """Wait until all ranks ended, or one did badly and the others had time to. Returns that one and its code."""
-    told, first, ends = False, None, 0.0
+    """Wait until all ranks ended, or one did badly and the others had time to. Returns a bad one and its code: which is
+    decided then, since one that was killed may be seen later than those it left, as one that dumps its core."""
+    told, ends = False, 0.0
     while any(process.poll() is None for process in ranks):
         if stop.requested and not told:
             store.set(STOP, "1")
             told = True
-        if first is None:
-            first = _first_failed(ranks)
+        if not ends and _failed(ranks):
             ends = time.monotonic() + GRACE_SECONDS
-        elif time.monotonic() > ends:
-            return first
+        if ends and time.monotonic() > ends:
+            break
         time.sleep(POLL_SECONDS)
-    return first or _first_failed(ranks)
+    return _failed(ranks)
 
 
-def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
-    """Return a rank that ended badly, and its code; one that was killed before one that says that another is gone."""
-    failed = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
-    return min(failed, key=lambda found: (found[1] >= 0, found[0])) if failed else None
+def _failed(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    """Return a rank that ended badly, and its code. Killed ones come first: those that they leave end badly as well,
+    some by SIGABRT, with which NCCL ends a process that lost a partner."""
+    found = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
+    return min(found, key=lambda one: (one[1] >= 0, one[1] == -signal.SIGABRT, one[0])) if found else None
 
 
-def _cause(store: dist.Store, rank: int, code: int) -> BaseException:
-    """Return what ended the ranks: what the first one that could say so said, else how `rank` ended."""
-    if store.check([FAILED]):
-        found: Mapping[str, Any] = json.loads(store.get(FAILED))
-        text = found["text"] if found["code"] in (2, 3, 4, 5) else f"rank {found['rank']}: {found['text']}"
-        return same_error(found["code"], text)
+def _cause(store: dist.Store, rank: int, code: int) -> PipelineError:
+    """Return what ended the ranks: a reason that one told, else that `rank` was killed, else what the first that could
+    say something said."""
+    told, lost = said(store, FAILED), said(store, LOST)
+    if told and told["code"] in REASONS:
+        return same_error(told["code"], told["text"])
     if code < 0:
         name = signal.Signals(-code).name
+        also = f" (rank {told['rank']} said: {told['text']})" if told else ""
         fix = "The same command goes on from the last checkpoint." + (
             " A kernel that is out of memory kills so." if name == "SIGKILL" else ""
         )
-        return RankLost(f"was killed by {name}", where=f"rank {rank}", fix=fix)
+        return RankLost(f"was killed by {name}{also}", where=f"rank {rank}", fix=fix)
+    if found := told or lost:
+        return same_error(found["code"], f"rank {found['rank']}: {found['text']}")
     return RankLost(f"ended with {code}", where=f"rank {rank}", fix="Its lines above say why.")

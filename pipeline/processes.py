@@ -51,7 +51,8 @@ class RankExchange:
 
     def join(self) -> None:
         """Wait until all ranks are warm, and connect them."""
-        self._ranks.join(self._replica.device)
+        with self._together():
+            self._ranks.join(self._replica.device)
 
     def wait(self) -> None:
         """There are no other threads here to wait for."""
@@ -131,18 +132,23 @@ class RankExchange:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Count the seconds; a collective that fails because a partner is gone says only that."""
+        """Count the seconds; what fails because a partner is gone, or cannot be reached, says only that.
+
+        This GPU's own errors show themselves at its next call, whatever that is: here as a rule.
+        """
         start = self._clock()
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
-            raise GateAborted(f"another rank is gone ({' '.join(str(error).split())[:160]})") from error
+            text = " ".join(str(error).split())[:400]
+            raise GateAborted(f"another rank is gone, or the way to it ({text})") from error
         self._seconds += self._clock() - start
 
     def close(self) -> None:
         """Take the last answer, which nobody asked for, and leave the group."""
-        if self._pending is not None:
-            self._pending[1].wait()
-        self._ranks.leave()
+        with self._together():
+            if self._pending is not None:
+                self._pending[1].wait()
+            self._ranks.leave()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
-from pipeline.ranks import MANIFEST, Ranks, is_secondary
-from pipeline.runs import Run, lock_run
+import torch
+
+from env.errors import EnvError
+from pipeline.errors import ConfigError, Interrupted
+from pipeline.files import atomic_write_json
+from pipeline.ranks import AGENT_STORE, MANIFEST, REASONS, Ranks, is_secondary, same_error
+from pipeline.runs import Run, lock_run, read_manifest
 from pipeline.stages import run_stages
 from pipeline.train import train_as
 
@@ -19,29 +26,46 @@ Explain = Callable[[BaseException], tuple[int | None, str]]
 
 
 def work(run: Run, *, started_by_train: bool, source_hash: str, explain: Explain) -> int:
-    """Train as this rank and return the exit code; say why it failed, here and to the others."""
+    """Train as this rank and return the exit code; say why it failed, here and to the others.
+
+    Raises ConfigError for torchrun's variables, and RankLost where there is no store.
+    """
+    if not started_by_train and os.environ.get(AGENT_STORE) == "True":
+        raise ConfigError(
+            "torchrun keeps one store for all attempts, in which ranks of an old and of a new one would meet",
+            where="rank",
+            fix="Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun, with --rdzv-backend c10d.",
+        )
     ranks = Ranks()
+    well = False
     try:
         check_place(run, ranks)
+        check_build(ranks, source_hash)
         if started_by_train:
             manifest = train_as(run, ranks)
             if ranks.leads:
                 ranks.store.set(MANIFEST, json.dumps(manifest))
         else:
             _with_torchrun(run, ranks, source_hash)
+        well = True
         return 0
     except BaseException as error:
         code, text = explain(error)
-        if is_secondary(error):
-            if not started_by_train:
-                ranks.say(text)
-            return 1
-        ranks.failed(1 if code is None else code, text)
-        if code is None:
+        secondary = is_secondary(error)
+        if secondary:
+            ranks.lost(text)
+        else:
+            ranks.failed(1 if code is None else code, text)
+        if code is None and not secondary:
             traceback.print_exc()
-        elif not started_by_train:
+        elif secondary or not started_by_train:
             ranks.say(text)
-        return 1 if code is None else code
+        if ranks.leads and not started_by_train:
+            _note_reason(run, ranks)
+        return 1 if secondary or code is None else code
+    finally:
+        if not started_by_train:
+            ranks.end(well)
 
 
 def _with_torchrun(run: Run, ranks: Ranks, source_hash: str) -> None:
@@ -59,6 +83,7 @@ def _with_torchrun(run: Run, ranks: Ranks, source_hash: str) -> None:
         return train_as(run, ranks)
 
     with lock_run(run):
+        _refuse_again(run, ranks)
         run_stages(
             run,
             {"train": stage},
@@ -70,6 +95,49 @@ def _with_torchrun(run: Run, ranks: Ranks, source_hash: str) -> None:
         )
     if not began:
         ranks.shared("begin", False)
+
+
+# -- torchrun starts ranks again, whatever they ended with -------------------------------------------------------------
+
+
+def _reason_path(run: Run) -> Path:
+    return run.folder / ".ended.json"
+
+
+def _note_reason(run: Run, ranks: Ranks) -> None:
+    """Keep for the next attempt why this one ended, if it would end so again."""
+    found = ranks.reason()
+    if found and found["code"] in REASONS:
+        with suppress(OSError):  # a full disk: then the next attempt finds that out itself
+            atomic_write_json(_reason_path(run), {**found, "world": ranks.world})
+
+
+def _refuse_again(run: Run, ranks: Ranks) -> None:
+    """Raise what ended the attempt before, if that was a reason; the first attempt of a torchrun begins anew.
+
+    Ranks are also interrupted by their own torchrun, when a host came: then there are more of them, and they go on.
+    """
+    path = _reason_path(run)
+    found = read_manifest(path)
+    path.unlink(missing_ok=True)
+    if found is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return
+    if found["code"] != Interrupted.exit_code or found["world"] == ranks.world:
+        ranks.say("train: started again after an end that another attempt would not change")
+        raise same_error(found["code"], found["text"])
+
+
+# -- what the ranks must have in common --------------------------------------------------------------------------------
+
+
+def check_build(ranks: Ranks, source_hash: str) -> None:
+    """Raise EnvError when this rank runs other code than rank 0: the sums hide it, whoever made them."""
+    own = {"source": source_hash[:12], "torch": torch.__version__, "cuda": torch.version.cuda}
+    first = ranks.shared("build", own)
+    if differs := [f"{name} {own[name]} and not {first[name]}" for name in own if own[name] != first[name]]:
+        raise EnvError(
+            f"has {', '.join(differs)} as rank 0", where=f"rank {ranks.rank} on {ranks.host}", fix="Use one image."
+        )
 
 
 def check_place(run: Run, ranks: Ranks) -> None:

@@ -208,7 +208,8 @@ class Trainer:
             threading.Thread(target=self._guarded, args=(self._target_work, t), name=target_name(t))
             for t in range(len(self.online.devices) if self.online else 0)
         ]
-        with Progress(self.config.train.steps, start=self.step) as self.progress:
+        self.progress = Progress(self.config.train.steps, start=self.step)
+        with self.progress if self.leads else nullcontext():  # one bar, of the process that moves it
             self._tell("waits to compile")
             with compiling(cache_folder(), self._say, lambda: self.gate.sealed):
                 self._tell("compiles")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 AHEAD = 2
-"""Micro-batches that wait for a drafter; where it has more targets than that, one of each."""
+"""Micro-batches that wait for a drafter; where it meets more targets than that, one of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,14 @@ class Turns:
         return self.drafters // math.gcd(self.targets, self.drafters)
 
     @property
+    def met(self) -> int:
+        """How many targets make features for one drafter."""
+        return self.targets // math.gcd(self.targets, self.drafters)
+
+    @property
     def depth(self) -> int:
-        """The places of the queue between one target and one drafter."""
-        return max(1, AHEAD // self.targets)
+        """The places of the queue between one target and one drafter that it feeds."""
+        return max(1, AHEAD // self.met)
 
     def places(self, depth: int | None = None) -> int:
         """Return how many micro-batches' features one target's device holds at most: for each drafter that it feeds

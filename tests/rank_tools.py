@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,15 +23,19 @@ from torch import Tensor, nn
 from pipeline import train
 from pipeline.batches import Collator, MicroBatch
 from pipeline.errors import Interrupted
+from pipeline.metrics import Progress
 from pipeline.processes import RankExchange
-from pipeline.ranks import Ranks
+from pipeline.ranks import AGENT_STORE, WARM, Ranks
 from tests.tiny_run import TinyRun
 
 DEADLINE_SECONDS = 200
 
 
-def environ_of(rank: int, world: int, port: int, attempt: int = 0, per_host: int | None = None) -> dict[str, str]:
-    """Return torchrun's variables of a rank, of which `per_host` are on a host; an agent keeps the store."""
+def environ_of(
+    rank: int, world: int, port: int, *, per_host: int | None = None, hosted: bool = True, attempt: int = 0
+) -> dict[str, str]:
+    """Return torchrun's variables of a rank, of which `per_host` are on a host; rank 0 keeps the store if it is not
+    hosted."""
     per_host = per_host or world
     return {
         "RANK": str(rank),
@@ -38,9 +44,16 @@ def environ_of(rank: int, world: int, port: int, attempt: int = 0, per_host: int
         "LOCAL_WORLD_SIZE": str(per_host),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        AGENT_STORE: str(hosted),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def store_server() -> dist.TCPStore:
@@ -142,14 +155,23 @@ def exchanged(ranks: Ranks, chunk_bytes: int) -> dict[str, Any]:
     return found
 
 
-def lost(ranks: Ranks) -> str:
-    """Return what rank 0 is told by a collective whose partner left without a word."""
+def lost(ranks: Ranks, when: str) -> str:
+    """Return what rank 0 is told when its partner leaves without a word: before it joins, in a step, or at the end."""
+    from pipeline import ranks as ranks_module
+
+    ranks_module.GROUP_TIMEOUT = timedelta(seconds=3)
     exchange = RankExchange(ranks, StandIn(ranks.rank, made_up(0)))  # type: ignore[arg-type]
-    exchange.join()
-    exchange.settle()
-    if ranks.rank == 1:
+    if ranks.rank == 1 and when == "join":
+        ranks.state(WARM)
         return "left"
     try:
+        exchange.join()
+        exchange.settle()
+        if ranks.rank == 1:
+            return "left"
+        if when == "close":
+            exchange.agreed(False)
+            exchange.close()
         while True:
             exchange.total(0, torch.zeros(3))
     except BaseException as error:
@@ -175,12 +197,20 @@ def trained(ranks: Ranks, bench: TinyRun, overrides: tuple[str, ...], stop_after
         self._stop.requested = step == stop_after and ranks.rank == ranks.world - 1
         original(self, step, *rest)
 
+    bars: list[bool] = []
+
+    class Counted(Progress):
+        def __enter__(self) -> Progress:
+            bars.append(True)
+            return super().__enter__()
+
     train.Trainer._after_step = asked  # type: ignore[method-assign, assignment]
+    train.Progress = Counted  # type: ignore[misc]
     try:
         manifest = train.train_as(bench.run(*overrides), ranks)
     except Interrupted as error:
         return {"interrupted": str(error), "seen": seen}
-    return {"manifest": manifest, "seen": seen}
+    return {"manifest": manifest, "seen": seen, "bars": len(bars)}
 
 
 def threads_total(gradients: list[list[Tensor]]) -> list[Tensor]:

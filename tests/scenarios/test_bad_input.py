@@ -75,7 +75,7 @@ def command(bench: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("drafter.mask_token_id=-1", "drafter.mask_token_id"),
         ("topology.drafters=[cpu, cpu, cpu]", "4 micro-batches do not divide among 3 drafters"),
         ("topology.drafters=[gpu]", "topology.drafters"),
-        ("topology.targets=[cpu, cpu]", "topology.targets: names cpu more than once"),
+        ("topology.targets=[cpu, cpu]", "topology: targets names cpu more than once"),
         ("nothing", "is not section.field=value"),
     ],
 )

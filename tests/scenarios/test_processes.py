@@ -15,12 +15,13 @@ import torch
 from pipeline.checkpoints import latest_checkpoint, load_checkpoint
 from pipeline.metrics import read
 from pipeline.runs import Run
-from tests.rank_tools import in_ranks, trained
+from tests.rank_tools import free_port, in_ranks, trained
 from tests.tiny_run import TinyRun
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("cache", "train")
 STEPS = "train.steps=6"
+DEADLINE_SECONDS = 400
 
 
 def _losses(run: Run) -> list[float]:
@@ -66,6 +67,7 @@ def test_one_two_and_four_processes_train_as_threads_do_over_the_same_samples(be
         assert exported[0] == exported[1]
         steps.append(_of_steps(results, num))
         losses.append(_losses(run))
+        assert [found["bars"] for found in results] == [1] + [0] * (num - 1)  # else they write over each other
         manifest = results[0]["manifest"]
         assert [line.split(" of ")[0] for line in manifest["workers"]] == [f"drafter-{i} on cpu" for i in range(num)]
         assert manifest["replicas_equal"] is True and manifest["compiles_after_warmup"] == 0
@@ -101,7 +103,7 @@ def test_a_stop_asked_of_one_rank_stops_all_and_twice_as_many_go_on_from_there(b
 def test_train_starts_its_ranks_with_a_target_each_and_ends_with_the_bits_of_threads(bench: TinyRun) -> None:
     online = ("data.features=online", STEPS)
     threads = bench.go(*online, stages=TRAINED)
-    run = bench.go(*online, "topology.workers=processes", stages=TRAINED)
+    run = bench.go(*online, "topology.workers=processes", "topology.targets=[cpu, cpu]", stages=TRAINED)
     assert _losses(run) == _losses(threads)
     assert _same_bits(_tensors(run), _tensors(threads))
     manifest = json.loads(run.manifest_path("train").read_text())
@@ -109,37 +111,72 @@ def test_train_starts_its_ranks_with_a_target_each_and_ends_with_the_bits_of_thr
     assert manifest["training"]["waited_share"].keys() == {"drafter-0", "drafter-1", "target-0", "target-1"}
 
 
-# As `python -m pipeline`, but rank 1 is killed in the third step of the first attempt.
+# As `python -m pipeline`. In the third step of the first attempt one host's rank is killed, and the other host's hangs,
+# as in a collective of NCCL: nobody but its torchrun ends it, when the first host's rank waits to begin again.
 _DIES_ONCE = """
-import os, signal, sys
-from pipeline import train
+import os, signal, sys, time
+from pathlib import Path
+from pipeline import ranks, train
 from pipeline.__main__ import _leave, main
 
-after = train.Trainer._after_step
-def dying(self, step, *rest):
-    after(self, step, *rest)
-    if step == 3 and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+died = Path(os.environ["DIED"])
+first, dies, hangs = not died.exists(), os.environ["DIES"] == "yes", False
+print("restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], file=sys.stderr, flush=True)
+after, watch = train.Trainer._after_step, ranks.Ranks.watch
+
+def ending(self, step, *rest):
+    global hangs
+    if not first or step < 3:
+        return after(self, step, *rest)
+    hangs = True
+    time.sleep(2)
+    if dies:
+        died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-train.Trainer._after_step = dying
+    time.sleep(1000)
+
+def blind(self, stop):
+    if hangs:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    else:
+        watch(self, stop)
+
+train.Trainer._after_step, ranks.Ranks.watch = ending, blind
 _leave(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
-def test_torchrun_starts_killed_ranks_again_and_they_go_on_from_the_last_checkpoint(
+@pytest.mark.timeout(600)
+def test_torchruns_of_two_hosts_start_ranks_again_and_they_go_on_from_the_last_checkpoint(
     bench: TinyRun, tmp_path: Path
 ) -> None:
-    """By the command of env/launch/README.md, after `train --stage cache`."""
+    """By the command of env/launch/README.md, after `train --stage cache`. Only one torchrun counts the restart."""
     whole = bench.go(STEPS, "topology.drafters=[cpu, cpu]", stages=TRAINED)
-    run = bench.go(*_processes(2), "train.checkpoint_every=2", stages=("cache",))
+    run = bench.go(*_processes(1), "train.checkpoint_every=2", stages=("cache",))
     script = tmp_path / "pipeline_rank.py"
     script.write_text(_DIES_ONCE)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--local-addr=localhost"]
     command = [sys.executable, *torchrun, str(script), "rank", str(run.folder)]
     environ = {**os.environ, **bench.environment, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("train: resuming from step-000002") == 1
+    environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DIED": str(tmp_path / "died")}
+    logs = [tmp_path / "lives.log", tmp_path / "dies.log"]
+    hosts = [
+        subprocess.Popen(command, cwd=ROOT, env={**environ, "DIES": dies}, stderr=log.open("w"), stdout=log.open("a"))
+        for log, dies in zip(logs, ("no", "yes"), strict=True)
+    ]
+    try:
+        codes = [host.wait(timeout=DEADLINE_SECONDS) for host in hosts]
+    finally:
+        for host in hosts:
+            host.terminate()  # a torchrun that is killed leaves its ranks
+            host.wait(timeout=60)
+    lives, dies = (log.read_text() for log in logs)
+    assert codes == [0, 0], lives + dies
+    assert lives.count("restarts 0") == 2 and "restarts 1" not in lives
+    assert dies.count("restarts 0") == 1 and dies.count("restarts 1") == 1
+    assert (lives + dies).count("train: resuming from step-000002") == 1
     assert _losses(run) == _losses(whole)
     assert _same_bits(_tensors(run), _tensors(whole))
     manifest = json.loads(run.manifest_path("train").read_text())

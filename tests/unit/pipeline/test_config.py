@@ -86,7 +86,7 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("topology.drafters=[]", "topology.drafters"),
         (
             'topology.targets=["cuda:0", "cuda:1", "cuda:0"]',
-            "topology.targets: names cuda:0 more than once, and a second copy there would only cost memory",
+            "topology: targets names cuda:0 more than once, and a second copy there would only cost memory",
         ),
         ("topology.targets=[]", "topology.targets: must not be empty"),
         ('topology.targets=["cuda:00"]', "topology.targets.0: 'cuda:00' is no device: name cpu, or cuda:0"),
@@ -275,3 +275,30 @@ def test_processes_with_one_gpu_among_them_are_refused_and_threads_are_not(draft
     TopologyConfig(drafters=tuple(drafters))
     TopologyConfig(drafters=("cuda:0", "cuda:1"), workers="processes")
     TopologyConfig(drafters=("cpu", "cpu"), workers="processes")
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafters"),
+    [(5, 3), (1, 2), (3, 2)],
+)
+def test_processes_that_would_share_a_target_or_leave_one_idle_are_refused_and_threads_are_not(
+    targets: int, drafters: int
+) -> None:
+    """A process's target is its own: a further one would never run, and a missing one be a second copy unseen."""
+    homes = f"topology.targets={[f'cuda:{i}' for i in range(targets)]}"
+    workers = f"topology.drafters={[f'cuda:{5 + i}' for i in range(drafters)]}"
+    given = [homes, workers, "data.features=online", "train.batch_size=12", "train.micro_batch=2"]
+    assert load_config(QUICKSTART, given).topology.workers == "threads"
+    text = _complaint(QUICKSTART, *given, "topology.workers=processes")
+    assert f"topology.targets names {targets}, topology.drafters {drafters}: of processes with features online" in text
+    assert f"so name {drafters}" in text
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda:1"])
+def test_every_process_may_have_its_copy_of_the_target_on_one_device_if_that_is_said(home: str) -> None:
+    """Two copies on a GPU are named twice, so that their memory is no surprise."""
+    drafters = ["cuda:2", "cuda:3"] if home != "cpu" else ["cpu", "cpu"]
+    given = ["data.features=online", f"topology.targets=[{home}, {home}]", f"topology.drafters={drafters}"]
+    config = load_config(QUICKSTART, [*given, "topology.workers=processes"])
+    assert config.topology.targets == (home, home)
+    assert f"targets names {home} more than once" in _complaint(QUICKSTART, *given)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from pipeline import launch as launch_module
 from pipeline.errors import Interrupted, VerificationFailed
-from pipeline.launch import launch
-from pipeline.ranks import RankLost
+from pipeline.launch import _cause, launch
+from pipeline.ranks import FAILED, LOST, RankLost
 from pipeline.runs import Run
+from tests.rank_tools import store_server
 from tests.tiny_run import tiny_config
 
 # Stands for `python -m pipeline`; the last argument of a rank's command line is --started-by-train.
@@ -66,6 +69,39 @@ def test_what_a_rank_says_of_its_end_is_the_commands_with_its_code(tmp_path: Pat
         _launch(tmp_path, body)
 
 
+def test_a_rank_that_is_seen_killed_after_those_that_it_left_is_still_the_one_that_is_named(tmp_path: Path) -> None:
+    """One that dumps its core ends later than its partner."""
+    body = "time.sleep(rank)\nos.kill(os.getpid(), signal.SIGKILL) if rank else sys.exit(1)"
+    with pytest.raises(RankLost, match="rank 1: was killed by SIGKILL"):
+        _launch(tmp_path, body)
+
+
+def test_one_that_nccl_ended_since_it_lost_a_partner_does_not_hide_the_partner(tmp_path: Path) -> None:
+    body = "os.kill(os.getpid(), signal.SIGKILL if rank else signal.SIGABRT)"
+    with pytest.raises(RankLost, match="rank 1: was killed by SIGKILL"):
+        _launch(tmp_path, body)
+
+
+def _tell(store: dist.Store, key: str, code: int, text: str) -> None:
+    store.set(key, json.dumps({"rank": 0, "host": "here", "code": code, "text": text}))
+
+
+def test_a_killed_rank_goes_before_what_its_partners_say_of_it_but_not_before_a_reason() -> None:
+    store = store_server()
+    assert str(_cause(store, 1, 1)) == "rank 1: ended with 1. Its lines above say why."
+    _tell(store, LOST, 1, "GateAborted: another rank is gone, or the way to it (NCCL error)")
+    said = "rank 0: GateAborted: another rank is gone, or the way to it (NCCL error)."
+    assert str(_cause(store, 1, 1)) == said  # NCCL's own failures look so as well: it may be all there is
+    assert str(_cause(store, 1, -9)).startswith("rank 1: was killed by SIGKILL. The same command")
+    _tell(store, FAILED, 1, "RuntimeError: connectFullMesh failed")
+    assert str(_cause(store, 1, 1)) == "rank 0: RuntimeError: connectFullMesh failed."
+    killed = str(_cause(store, 1, -9))
+    assert killed.startswith("rank 1: was killed by SIGKILL (rank 0 said: RuntimeError: connectFullMesh failed). The")
+    _tell(store, FAILED, 4, "step 3: the loss is nan. Lower it.")
+    cause = _cause(store, 1, -6)
+    assert (str(cause), cause.exit_code) == ("step 3: the loss is nan. Lower it.", 4)
+
+
 def test_a_rank_that_says_nothing_is_named_with_its_code(tmp_path: Path) -> None:
     with pytest.raises(RankLost, match="ended with 7") as caught:
         _launch(tmp_path, "sys.exit(7 if rank else 0)")
@@ -73,7 +109,9 @@ def test_a_rank_that_says_nothing_is_named_with_its_code(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_signal_is_passed_on_by_the_store_and_waits_for_what_the_ranks_save(tmp_path: Path) -> None:
+def test_a_signal_is_passed_on_by_the_store_and_waits_for_what_the_ranks_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = (
         _WITH_RANKS
         + """
@@ -84,9 +122,13 @@ ranks.failed(5, "run: stopped after step 4 of 6, saved. Again.")
 sys.exit(5)
 """
     )
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    supervise = launch_module._supervise
+
+    def signalled(*given: Any) -> tuple[int, int] | None:
+        signal.raise_signal(signal.SIGTERM)  # its handler is there: one that comes too early or late would end pytest
+        return supervise(*given)
+
+    monkeypatch.setattr(launch_module, "_supervise", signalled)
     with pytest.raises(Interrupted) as caught:
         _launch(tmp_path, body)
-    timer.join()
     assert str(caught.value) == "run: stopped after step 4 of 6, saved. Again."

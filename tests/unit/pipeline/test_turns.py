@@ -17,7 +17,7 @@ from dflash.compile import CompileGate
 from pipeline.batches import Collator, MicroBatch
 from pipeline.target_forward import TargetForward, target_features
 from pipeline.topology import FeatureBuffers, OnlineFeatures, Rendezvous, out_of_reach, waits
-from pipeline.turns import Turns
+from pipeline.turns import AHEAD, Turns
 from tests.gate_tools import run_threads
 from tests.tiny import tiny_model
 from tests.tiny_run import made_up_samples, tiny_config, tiny_drafter
@@ -99,26 +99,32 @@ def test_every_drafter_gets_the_same_features_in_the_same_order_whoever_makes_th
 
 
 @pytest.mark.parametrize(
-    ("targets", "drafters", "fed", "depth", "places"),
+    ("targets", "drafters", "fed", "met", "depth", "places"),
     [
-        (1, 1, 1, 2, 4),
-        (1, 3, 3, 2, 10),
-        (2, 2, 1, 1, 3),
-        (2, 3, 3, 1, 7),
-        (5, 3, 3, 1, 7),
-        (8, 8, 1, 1, 3),
-        (4, 6, 3, 1, 7),
+        (1, 1, 1, 1, 2, 4),
+        (1, 3, 3, 1, 2, 10),
+        (2, 2, 1, 1, 2, 4),
+        (2, 3, 3, 2, 1, 7),
+        (5, 3, 3, 5, 1, 7),
+        (8, 8, 1, 1, 2, 4),
+        (4, 2, 1, 2, 1, 3),
+        (4, 6, 3, 2, 1, 7),
+        (2, 6, 3, 1, 2, 10),
     ],
 )
-def test_a_target_holds_places_only_for_the_drafters_that_it_meets(
-    targets: int, drafters: int, fed: int, depth: int, places: int
+def test_places_and_what_waits_are_counted_by_those_who_meet(
+    targets: int, drafters: int, fed: int, met: int, depth: int, places: int
 ) -> None:
+    """As many wait for a drafter whether one target feeds all or each has its own."""
     turns = Turns(targets=targets, drafters=drafters)
-    assert (turns.fed, turns.depth, turns.places()) == (fed, depth, places)
+    assert (turns.fed, turns.met, turns.depth, turns.places()) == (fed, met, depth, places)
+    assert turns.met * turns.depth >= AHEAD
     for target in range(targets):
         numbers = range(target, 10 * targets * drafters, targets)
         assert {turns.target_of(number) for number in numbers} == {target}
         assert len({turns.drafter_of(number) for number in numbers}) == fed
+    for drafter in range(drafters):
+        assert len({turns.target_of(turns.number(drafter, k)) for k in range(targets)}) == met
     for drafter in range(drafters):
         assert [turns.number(drafter, k) for k in range(3)] == [drafter, drafter + drafters, drafter + 2 * drafters]
 
