@@ -2,84 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from invoke import Collection, Context, Exit, task
+from invoke import Collection, Context, task
 
 from env.build import build as build_image
-from env.build import checked_base, host_engine
+from env.build import building_engine, checked_base
 from env.cache_budget import clean as clean_cache
-from env.caches import CacheDirs
 from env.engines import ENGINES
 from env.errors import EnvError
 from env.foreground import run_foreground
 from env.image import describe
 from env.locks import check_locks, compile_locks
-from env.place import choose_place, in_our_image, run_name, run_there
+from env.place import in_our_image, run_name
 from env.reproduce import check_same_twice
 from env.rootfs import write_rootfs
-from env.venv import ensure_runtime
+from env.starting import ROOT, caches, end, locked_python, one_line_errors, options, run_placed, run_python, say
 
-ROOT = Path(__file__).resolve().parent
 _WHERE = {"in": "image or venv; default: the image when one of this checkout is built"}
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn EnvError into Invoke's Exit: one line, exit code 3, no traceback."""
-    try:
-        yield
-    except EnvError as error:
-        raise Exit(str(error), code=error.exit_code) from None
-    except KeyboardInterrupt:
-        raise Exit("Interrupted before the program started; nothing is half-written. Run it again.", code=5) from None
-
-
-def _caches() -> CacheDirs:
-    return CacheDirs.from_environment(ROOT)
-
-
-def _output_folder(text: str) -> tuple[str, list[Path]]:
-    """Return (the file's absolute path, [its folder]) of a file that a command writes. Raises EnvError."""
-    path = (ROOT / Path(text).expanduser()).absolute()
-    if not path.parent.is_dir():
-        raise EnvError("no such folder", where=str(path.parent), fix="Make it first.")
-    if path.parent == Path("/"):
-        raise EnvError("the root cannot be given to a container", where=str(path), fix="Name a file in a folder.")
-    return str(path), [path.parent]
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _options(**given: str) -> list[str]:
-    """Return the options that have a value as words: top_k="5" as --top-k 5."""
-    return [word for name, value in given.items() if value for word in (f"--{name.replace('_', '-')}", value)]
-
-
-def _end(code: int) -> None:
-    if code:
-        raise Exit(code=code)
-
-
-def _run(arguments: list[str], *, lock: str = "runtime") -> None:
-    """Run the environment's Python in the foreground and end with its exit code unless that is 0."""
-    with _one_line_errors():
-        python = sys.executable if in_our_image() else str(ensure_runtime(ROOT, _caches(), lock=lock, say=_say))
-    _end(run_foreground([python, *arguments], cwd=ROOT))
-
-
-def _run_placed(command: Sequence[str], module: Sequence[str], *, where: str, **how: Any) -> None:
-    """Run a command of the image's entry point, or the same of Python, wherever `where` says."""
-    with _one_line_errors():
-        place = choose_place(where, ROOT, _caches())
-        code = run_there(place, command, module, root=ROOT, caches=_caches(), say=_say, **how)
-    _end(code)
 
 
 @task(
@@ -105,15 +46,10 @@ def train(
     in_: str = "auto",
 ) -> None:
     """Train a drafter: cache, train, verify. Resumes what was interrupted."""
-    arguments = ["train", "--config", config, *_options(stage=stage)]
-    arguments += ["--from", from_stage] if from_stage else []
-    arguments += ["--force"] if force else []
-    arguments += ["--debug"] if debug else []
     overrides = list(set_ or [])
-    command = [*arguments, *overrides]
-    again = force or "cache" in (stage, from_stage)
-    ask = ["--config", config, *overrides, *(["--again"] if again else [])]
-    _run_placed(command, ["-m", "pipeline", *command], where=in_, ask=ask, named=[config])
+    command = ["train", "--config", config, *options(stage=stage, from_=from_stage, force=force, debug=debug)]
+    ask = ["--config", config, *overrides, *options(again=force or "cache" in (stage, from_stage))]
+    run_placed([*command, *overrides], where=in_, ask=ask, named=[config])
 
 
 @task(
@@ -142,22 +78,16 @@ def generate(
     in_: str = "auto",
 ) -> None:
     """Answer a prompt with a run's drafter; show tokens per target call."""
-    name = run_name(run, ROOT, _caches())
+    name = run_name(run, ROOT, caches())
     command = ["generate", "--run", name, "--prompt", prompt, "--max-new-tokens", str(max_new_tokens)]
-    command += _options(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, block_length=block_length)
-    _run_placed(command, ["-m", "pipeline", *command], where=in_, ask=["--run", name], named=[name])
+    command += options(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, block_length=block_length)
+    run_placed(command, where=in_, ask=["--run", name], named=[name])
 
 
 @task(help={"device": "cpu or cuda; default: the GPU if there is one", "json": "also write the results here", **_WHERE})
 def smoke(c: Context, device: str = "", json: str = "", in_: str = "auto") -> None:
     """Try everything once on a tiny model: doctor, kernels, three training steps, verify."""
-    command = ["smoke", *_options(device=device)]
-    outputs: list[Path] = []
-    if json:
-        with _one_line_errors():
-            path, outputs = _output_folder(json)
-        command += ["--json", path]
-    _run_placed(command, ["-m", "pipeline", *command], where=in_, outputs=outputs)
+    run_placed(["smoke", *options(device=device)], where=in_, writes=("--json", json))
 
 
 @task(
@@ -170,29 +100,24 @@ def smoke(c: Context, device: str = "", json: str = "", in_: str = "auto") -> No
 )
 def build(c: Context, engine: str = "", base: str = "auto", check: bool = False, rootfs: str = "") -> None:
     """Build the image of this checkout, with a manifest of what is in it."""
-    with _one_line_errors():
-        found = host_engine(engine)
-        if found is None:
-            what = f"no container engine ({', '.join(ENGINES)}) works on this host"
-            raise EnvError(what, where="invoke build", fix="Install docker or podman; invoke train needs neither.")
+    with one_line_errors():
+        found = building_engine(engine)
         kind = checked_base(base)
-        manifest = build_image(ROOT, _caches(), found, base=kind, say=_say)
-        _say(describe(manifest))
+        manifest = build_image(ROOT, caches(), found, base=kind, say=say)
+        say(describe(manifest))
         if check:
-            check_same_twice(ROOT, _caches(), found, base=kind, say=_say)
+            check_same_twice(ROOT, caches(), found, base=kind, say=say)
         if rootfs:
-            write_rootfs(found, manifest["name"], ROOT / Path(rootfs).expanduser(), say=_say)
+            write_rootfs(found, manifest["name"], ROOT / Path(rootfs).expanduser(), say=say)
 
 
 @task
 def shell(c: Context) -> None:
     """Open a shell in the image, with the cache and the runs."""
-    with _one_line_errors():
-        place = choose_place("image", ROOT, _caches())
-        if place.kind == "here":
+    with one_line_errors():
+        if in_our_image():
             raise EnvError("this is the image", where="invoke shell", fix="Type on.")
-        code = run_there(place, ["bash"], [], root=ROOT, caches=_caches(), say=_say, keyboard=True)
-    _end(code)
+    run_placed(["bash"], where="image", keyboard=True)
 
 
 @task(
@@ -209,8 +134,7 @@ def test(
 ) -> None:
     """Run the tests in the locked development environment."""
     chosen = "gpu" if gpu else "image" if image else "not gpu and not image"
-    arguments = ["-m", "pytest", path, "-m", chosen]
-    _run([*arguments, *(["-k", k] if k else [])], lock=lock)
+    run_python(["-m", "pytest", path, "-m", chosen, *(["-k", k] if k else [])], lock=lock)
 
 
 @task(
@@ -221,8 +145,8 @@ def test(
 )
 def clean(c: Context, dry_run: bool = False, everything: bool = False) -> None:
     """Bring the compile cache within its budget; refuses while a process compiles."""
-    with _one_line_errors():
-        clean_cache(_caches().compile, _say, dry_run=dry_run, everything=everything)
+    with one_line_errors():
+        clean_cache(caches().compile, say, dry_run=dry_run, everything=everything)
 
 
 @task(
@@ -245,18 +169,9 @@ def move_cache(
     in_: str = "auto",
 ) -> None:
     """Carry a warm compile cache to another host or into an image."""
-    overrides = list(set_ or [])
-    command = ["cache", "--config", config, *overrides]
-    named, outputs = [config], list[Path]()
-    if export:
-        with _one_line_errors():
-            path, outputs = _output_folder(export)
-        command += ["--export", path]
-    if import_:
-        path = str((ROOT / Path(import_).expanduser()).absolute())
-        command += ["--import", path]
-        named.append(path)
-    _run_placed(command, ["-m", "pipeline", *command], where=in_, named=named, outputs=outputs)
+    archive = str((ROOT / Path(import_).expanduser()).absolute()) if import_ else ""
+    command = ["cache", "--config", config, *(set_ or []), *options(import_=archive)]
+    run_placed(command, where=in_, named=[config, *([archive] if archive else [])], writes=("--export", export))
 
 
 @task(
@@ -290,14 +205,9 @@ def plan(
     check: bool = False,
 ) -> None:
     """Say what a run would take: hours, memory, how many GPUs as targets and as drafters, what limits it."""
-    if check:
-        _run(["-m", "pipeline", "plan", "--check"])
-        return
-    sizes = _options(
-        shape=shape, samples=samples, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, epochs=epochs
-    )
-    command = ["plan", "--config", config, *_options(gpu=gpu, gpus=gpus, json=json), *sizes]
-    _run(["-m", "pipeline", *command, *(set_ or [])])
+    sizes = options(shape=shape, samples=samples, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+    command = ["--config", config, *options(gpu=gpu, gpus=gpus, json=json), *sizes, *options(epochs=epochs)]
+    run_python(["-m", "pipeline", "plan", *(["--check"] if check else [*command, *(set_ or [])])])
 
 
 @task(
@@ -311,7 +221,7 @@ def plan(
 )
 def export(c: Context, drafter: str, out: str, to: str = "zlab", target: str = "") -> None:
     """Write a drafter in the format of another project."""
-    _run(["-m", "pipeline", "export", drafter, *_options(to=to, out=out, target=target)])
+    run_python(["-m", "pipeline", "export", drafter, *options(to=to, out=out, target=target)])
 
 
 @task(
@@ -327,7 +237,7 @@ def export(c: Context, drafter: str, out: str, to: str = "zlab", target: str = "
 )
 def import_drafter(c: Context, folder: str, out: str, reading: str = "", target: str = "", config: str = "") -> None:
     """Take in another project's drafter."""
-    _run(["-m", "pipeline", "import", folder, *_options(out=out, reading=reading, target=target, config=config)])
+    run_python(["-m", "pipeline", "import", folder, *options(out=out, reading=reading, target=target, config=config)])
 
 
 @task(
@@ -341,7 +251,7 @@ def import_drafter(c: Context, folder: str, out: str, reading: str = "", target:
 )
 def serve_command(c: Context, drafter: str, engine: str = "vllm", target: str = "") -> None:
     """Print the command line that serves a drafter, with what the engine would compute otherwise."""
-    _run(["-m", "pipeline", "serve-command", drafter, *_options(engine=engine, target=target)])
+    run_python(["-m", "pipeline", "serve-command", drafter, *options(engine=engine, target=target)])
 
 
 @task(
@@ -350,41 +260,35 @@ def serve_command(c: Context, drafter: str, engine: str = "vllm", target: str = 
 )
 def diff(c: Context, first: str, second: str, json: bool = False) -> None:
     """Say in words what differs between two runs."""
-    _run(["-m", "env.diff", first, second, *(["--json"] if json else [])])
+    run_python(["-m", "env.diff", first, second, *options(json=json)])
 
 
 @task(help={"json": "also write the findings to this file", "lock": "lock to compare with", **_WHERE})
 def doctor(c: Context, json: str = "", lock: str = "", in_: str = "auto") -> None:
     """Compare the environment with the lock; say what would go wrong on this machine."""
-    options = ["--lock", lock] if lock else []
-    outputs: list[Path] = []
-    if json:
-        with _one_line_errors():
-            path, outputs = _output_folder(json)
-        options += ["--json", path]
-    _run_placed(["doctor", *options], ["-m", "env.doctor", *options], where=in_, outputs=outputs)
+    run_placed(["doctor", *options(lock=lock)], where=in_, writes=("--json", json))
 
 
 @task
 def fingerprint(c: Context) -> None:
     """Print everything needed to repeat a run here, as JSON."""
-    _run(["-m", "env.fingerprint"])
+    run_python(["-m", "env.fingerprint"])
 
 
 @task
 def lint(c: Context) -> None:
     """Check style and formatting (ruff) and the Dockerfile (hadolint)."""
-    _run(["-m", "ruff", "check", "."], lock="dev")
-    _run(["-m", "ruff", "format", "--check", "."], lock="dev")
-    with _one_line_errors():
-        hadolint = ensure_runtime(ROOT, _caches(), lock="dev", say=_say).with_name("hadolint")
-    _end(run_foreground([str(hadolint), "Dockerfile"], cwd=ROOT))
+    run_python(["-m", "ruff", "check", "."], lock="dev")
+    run_python(["-m", "ruff", "format", "--check", "."], lock="dev")
+    with one_line_errors():
+        hadolint = locked_python("dev").with_name("hadolint")
+    end(run_foreground([str(hadolint), "Dockerfile"], cwd=ROOT))
 
 
 @task
 def typecheck(c: Context) -> None:
     """Check types (mypy)."""
-    _run(["-m", "mypy"], lock="dev")
+    run_python(["-m", "mypy"], lock="dev")
 
 
 @task(
@@ -398,15 +302,14 @@ def typecheck(c: Context) -> None:
 )
 def race(c: Context, json: str = "", lock: str = "runtime", runs: int = 3, jobs: int = 1, device: str = "") -> None:
     """Show what threads and torch.compile do here, without the gate and with it."""
-    arguments = ["-m", "dflash.compile.lab", "--runs", str(runs), "--jobs", str(jobs)]
-    arguments += ["--json", json] if json else []
-    _run([*arguments, *(["--device", device] if device else [])], lock=lock)
+    counts = options(runs=str(runs), jobs=str(jobs))
+    run_python(["-m", "dflash.compile.lab", *counts, *options(json=json, device=device)], lock=lock)
 
 
 @task(help={"json": "also write the results here", "device": "auto, cpu or cuda", "sizes": "reference, small or all"})
 def bench(c: Context, json: str = "", device: str = "auto", sizes: str = "") -> None:
     """Time training steps, as shares of what this machine's own products and copies reach."""
-    _run(["-m", "benchmarks.step", *_options(json=json, device=device, sizes=sizes)])
+    run_python(["-m", "benchmarks.step", *options(json=json, device=device, sizes=sizes)])
 
 
 @task(
@@ -417,10 +320,10 @@ def bench(c: Context, json: str = "", device: str = "auto", sizes: str = "") -> 
 )
 def lock(c: Context, check: bool = False, next: bool = False) -> None:
     """Compile lockfiles/*.in into hashed locks, or check them."""
-    with _one_line_errors():
+    with one_line_errors():
         if check:
             check_locks(ROOT)
-            _say("The locks are what their .in files give.")
+            say("The locks are what their .in files give.")
         else:
             compile_locks(ROOT, upgrade=("next",) if next else ())
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.flops import expected_pairs, step_flops
+from benchmarks.header import ROOT, header
 from benchmarks.peaks import measure_peaks
 from dflash.checkpoint import read_config
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
 from env.caches import CacheDirs
+from env.errors import EnvError
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.metrics import read
@@ -33,8 +35,6 @@ from pipeline.runs import Run, find_run, read_manifest
 from pipeline.stages import STAGES, is_finished
 from pipeline.target_forward import recorded_shapes
 from pipeline.targets import resolve_target, target_config
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def drafter_flops(config: DrafterConfig, training: Mapping[str, Any], text_tokens: float) -> float:
@@ -207,16 +207,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
         run = find_run(options.run, CacheDirs.from_environment(ROOT).runs)
-        device, found = device_of(run), summary(run)
+        device, of_run = device_of(run), summary(run)
+        words = shlex.join(sys.argv[1:] if arguments is None else arguments)
         peaks = measure_peaks(device)
-        found |= {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else found["cpu"]["model"],
+        found = {
+            **header(f"python -m benchmarks.run {words}", device),
+            **of_run,  # its git too: the source that trained, not the one that measures
             "peaks": asdict(peaks),
-            **shares(run, found, peaks.matmul_flops),
+            **shares(run, of_run, peaks.matmul_flops),
         }
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, EnvError) as error:
         print(error, file=sys.stderr)
         return 2
     print(described(found))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from env.errors import EnvError
 from env.image import ImagePins
+from env.output import output_of
 
 _LEFT_OUT = ("/usr/share/man/*", "/usr/share/locale/*", "/usr/share/doc/*")
 
@@ -91,12 +92,11 @@ def mmdebstrap_argv(pins: ImagePins, *, out: Path, sources: Path, packages: Path
 
 def _index_targets() -> str:
     form = "$(SITE) $(RELEASE) $(COMPONENT) $(CREATED_BY)"
-    try:
-        done = subprocess.run(["apt-get", "indextargets", "--format", form], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+    listing = output_of(["apt-get", "indextargets", "--format", form])
+    if listing is None:
         fix = "Use a Debian host, or: invoke build --base registry"
-        raise EnvError("apt-get cannot say where its packages come from", where="base image", fix=fix) from None
-    return done.stdout
+        raise EnvError("apt-get cannot say where its packages come from", where="base image", fix=fix)
+    return listing
 
 
 def _reason(stderr: str) -> str:

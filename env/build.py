@@ -20,9 +20,11 @@ from typing import Any, Literal, cast
 
 from env.base import can_make_base, make_base
 from env.caches import CacheDirs
-from env.engines import Engine, HostFacts, find_engine
+from env.engines import ENGINES, Engine, HostFacts, find_engine
 from env.errors import EnvError
+from env.files import atomic_write_json
 from env.image import COPIED, LOOSE, ImagePins, build_argv, content_tag, context_files, engine_argv, image_name
+from env.output import output_of
 
 Base = Literal["auto", "debian", "registry"]
 
@@ -30,6 +32,15 @@ Base = Literal["auto", "debian", "registry"]
 def host_engine(wanted: str = "") -> Engine | None:
     """Return the engine of this host that works, with what the host asks of it."""
     return find_engine(wanted, facts=HostFacts.read(uid=os.getuid()))
+
+
+def building_engine(wanted: str = "") -> Engine:
+    """Return the engine that builds here, any or the one `wanted`. Raises EnvError when none works."""
+    found = host_engine(wanted)
+    if found is None:
+        what = f"no container engine ({', '.join(ENGINES)}) works on this host"
+        raise EnvError(what, where="invoke build", fix="Install docker or podman; invoke train needs neither.")
+    return found
 
 
 def checked_base(base: str) -> Base:
@@ -76,9 +87,7 @@ def build(
     }
     path = manifest_path(caches, tag)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    atomic_write_json(path, manifest)
     return manifest
 
 
@@ -316,15 +325,6 @@ def _tracked(root: Path) -> list[str] | None:
 
 def _git(root: Path, *arguments: str) -> str | None:
     return output_of(["git", "-C", str(root), *arguments])
-
-
-def output_of(command: list[str]) -> str | None:
-    """Return what a program prints, None when it is missing or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _run(command: list[str], *, what: str) -> None:

@@ -33,10 +33,10 @@ from env.cache_volume import (
     listed_files,
     publish_manifest,
     read_json,
-    write_json,
 )
 from env.caches import cache_key
 from env.errors import EnvError
+from env.files import atomic_write_json
 
 Say = Callable[[str], None]
 
@@ -101,7 +101,7 @@ def import_archive(archive: Path, compile_dir: Path, factors_here: dict[str, str
                     with contextlib.suppress(OSError):  # only keeps a cleaner away
                         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     _unpack(tar, members, growing, folder, archive)
-                    write_json(growing / FACTORS, named)
+                    atomic_write_json(growing / FACTORS, named)
                     publish_manifest(growing)
                     _publish(growing, folder, say)
             finally:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from env.files import atomic_write_json, sha256_file
 
 Say = Callable[[str], None]
 
@@ -46,7 +46,7 @@ def open_key(compile_dir: Path, key: str, factors: dict[str, str], say: Say) -> 
     alone = _join(folder)
     try:
         _check(folder, unlisted_too=alone, say=say)
-        write_json(folder / FACTORS, factors)
+        atomic_write_json(folder / FACTORS, factors)
         (folder / LAST_USED).touch()
     finally:
         if alone:
@@ -93,13 +93,13 @@ def publish_manifest(folder: Path) -> int:
             stat = path.stat()
             entry = before.get(name)
             if entry is None or (entry["size"], entry["mtime_ns"]) != (stat.st_size, stat.st_mtime_ns):
-                entry = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256_of(path)}
+                entry = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256_file(path)}
                 hashed += 1
         except FileNotFoundError:  # another process replaced or removed its own temporary file
             continue
         after[name] = entry
     if after != before or not (folder / MANIFEST).is_file():
-        write_json(folder / MANIFEST, {"format": 1, "files": after})
+        atomic_write_json(folder / MANIFEST, {"format": 1, "files": after})
     (folder / LAST_USED).touch()
     return hashed
 
@@ -127,7 +127,7 @@ def damaged_files(folder: Path, names: Iterable[str] | None = None) -> set[str]:
     for name in listed if names is None else listed.keys() & set(names):
         path = folder / name
         try:
-            same = path.stat().st_size == listed[name]["size"] and sha256_of(path) == listed[name]["sha256"]
+            same = path.stat().st_size == listed[name]["size"] and sha256_file(path) == listed[name]["sha256"]
         except FileNotFoundError:
             same = not (_unit(name) != name and (folder / _unit(name)).exists())
         if not same:
@@ -158,7 +158,7 @@ def _quarantine(folder: Path, units: set[str], why: str, say: Say) -> None:
         (place / unit).parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             (folder / unit).rename(place / unit)
-    write_json(folder / MANIFEST, {"format": 1, "files": kept})
+    atomic_write_json(folder / MANIFEST, {"format": 1, "files": kept})
     named = ", ".join(sorted(units)[:3]) + (f" and {len(units) - 3} more" if len(units) > 3 else "")
     say(f"WARNING: compile cache {folder.name}: {why}, moved to {place} and to be built again: {named}")
 
@@ -260,20 +260,6 @@ def _is_at(handle: IO[str], path: Path) -> bool:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Publish `value` by rename; the old file stays when that fails, e.g. on a full file system."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, an empty one when there is none that can be read."""
     try:
@@ -281,8 +267,3 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

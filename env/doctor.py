@@ -7,7 +7,6 @@ Runs with the runtime's Python. Exit 0 when there is no error, 3 otherwise; one 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from env.caches import CacheDirs
 from env.errors import EnvError
+from env.files import atomic_write_json
 from env.findings import Finding
 from env.gpus import check_gpus
 from env.importpath import START_PATH, check_shadowing, check_start_hooks
@@ -98,13 +98,8 @@ def check_machine(root: Path, environ: Mapping[str, str], caches: CacheDirs) -> 
 
 def write_json(findings: list[Finding], path: Path) -> None:
     """Write the findings to a file, complete or not at all. Raises EnvError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        try:
-            temporary.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n", "utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        atomic_write_json(path, [asdict(finding) for finding in findings])
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise EnvError(what, where=str(path), fix="Give --json a file in a folder that is there.") from None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from env.errors import EnvError
+from env.output import output_of
 
 ENGINES = ("docker", "podman", "buildah")
 """In the order of preference. docker needs its daemon and BuildKit; buildah builds and cannot run."""
@@ -67,7 +67,7 @@ def find_engine(
     answers   runs a command: what it prints, or None when it fails; a client without its daemon is no engine
     Raises EnvError when `wanted` does not work here, with the reason.
     """
-    ask = answers or _answers
+    ask = answers or (lambda command: output_of(command, timeout_seconds=30))
     if wanted and wanted not in ENGINES:
         raise EnvError(f"{wanted!r} is no engine", where="--engine", fix=f"Choose one of {', '.join(ENGINES)}.")
     reasons = []
@@ -93,11 +93,3 @@ def _problem(name: str, ask: Callable[[list[str]], str | None]) -> str | None:
             return "docker has no buildx (BuildKit), which the build needs for its secrets"
         return None
     return None if ask([name, "--version"]) is not None else f"{name} does not start"
-
-
-def _answers(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

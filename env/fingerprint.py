@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -16,9 +15,11 @@ from typing import Any
 
 from env.caches import OWNED_VARIABLES
 from env.errors import EnvError
+from env.output import output_of
 
 VARIABLE_PREFIXES = ("TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP_", "MKL_", "CUBLAS", "NVIDIA_")
 VARIABLE_NAMES = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX")
+_TIMEOUT_SECONDS = 20.0  # nvidia-smi hangs with a sick driver, git on a file system that does not answer
 
 
 def fingerprint(root: Path, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -101,32 +102,24 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _git(root: Path, image: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    commit = output_of(["git", "-C", str(root), "rev-parse", "HEAD"], timeout_seconds=_TIMEOUT_SECONDS)
     if commit is None:
         # An image holds the source without its repository; the build noted the commit.
         return None if image is None else {"commit": image.get("commit"), "dirty": image.get("dirty")}
-    status = _output(["git", "-C", str(root), "status", "--porcelain"])
+    status = output_of(["git", "-C", str(root), "status", "--porcelain"], timeout_seconds=_TIMEOUT_SECONDS)
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
 def _gpus() -> dict[str, Any] | None:
-    listing = _output(
-        ["nvidia-smi", "--query-gpu=driver_version,name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
+    listing = output_of(
+        ["nvidia-smi", "--query-gpu=driver_version,name,compute_cap,memory.total", "--format=csv,noheader,nounits"],
+        timeout_seconds=_TIMEOUT_SECONDS,
     )
     if not listing:
         return None
     rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
     devices = [{"name": row[1], "capability": row[2], "memory_mib": row[3]} for row in rows if len(row) == 4]
     return {"driver": rows[0][0], "devices": devices}
-
-
-def _output(command: list[str]) -> str | None:
-    """Return what a program prints, or None if it is missing, fails, or does not end in 20 s (a sick driver hangs)."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_model() -> str | None:

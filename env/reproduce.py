@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import stat
-import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,11 +14,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from env.build import Base, build, build_archive, output_of
+from env.build import Base, build, build_archive
 from env.caches import CacheDirs
 from env.engines import Engine
 from env.errors import EnvError
 from env.image import engine_argv
+from env.output import output_of
 
 Entry = tuple[str, int, int, int, int, str]
 """(kind and mode, uid, gid, mtime in seconds, size, sha256 of the content or the link's target)"""
@@ -186,4 +186,4 @@ def mounted(engine: Engine, name: str) -> Iterator[Path]:
         yield Path(folder)
     finally:
         for command in leave:
-            subprocess.run(command, capture_output=True, check=False)
+            output_of(command)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from env.build import output_of
 from env.engines import Engine
 from env.errors import EnvError
 from env.image import engine_argv
+from env.output import output_of
 
 START = "start"
 

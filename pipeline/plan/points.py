@@ -60,6 +60,7 @@ def points(record: Path = RECORD) -> list[Point]:
         *sorted(steps, key=lambda point: order[point.unit]),
         *_earlier(),
         *_recorded(),
+        *_of_a_run(),
         *_of_answers(),
         *_of_training(),
     ]
@@ -128,6 +129,23 @@ def _recorded() -> Iterator[Point]:
         predicted = 1e3 * sum(part.alone for part in parts)
         name = f"step with AdamW, {TARGET} 64 x 384, N {anchors}, CUDA graph"
         yield Point(name=name, unit="ms", measured=measured, predicted=predicted, bound=8, fitted=True)
+
+
+def _of_a_run() -> Iterator[Point]:
+    """Yield what a run of 12,000 such steps with 32 anchors took, the target beside it on the same GPU, both graphs."""
+    case, gpu, target = (
+        Case("run", TARGET, 64, 384, 32, 16),
+        replace(GPUS["h200"], matmul=687.65e12),
+        named_shape(TARGET),
+    )
+    forward = costs.target_seconds(target, _micro(case), gpu, recorded=True)
+    work = costs.drafter_seconds(case.drafter(), _micro(case), gpu, recorded=True)
+    step = forward.gpu + work.gpu + costs.optimizer_seconds(case.drafter(), gpu).gpu
+    for name, measured, predicted, bound in (
+        (f"target's forward, {TARGET} 64 x 384, CUDA graph (28 of 30 layers)", 14.46, forward.gpu * 28 / 30, 10),
+        (f"a step of a run, {TARGET} 64 x 384, N 32, CUDA graphs", 40.2, step, 5),
+    ):
+        yield Point(name=name, unit="ms", measured=measured, predicted=1e3 * predicted, bound=bound, fitted=False)
 
 
 def _of_answers() -> Iterator[Point]:

@@ -41,8 +41,8 @@ def test_labels_and_image_json_say_what_it_was_made_from(image: Image, repositor
 
 
 def image_labels(image: Image) -> dict[str, str]:
-    from env.build import output_of
     from env.image import engine_argv
+    from env.output import output_of
 
     text = output_of([*engine_argv(image.engine), "image", "inspect", "--format={{json .Config.Labels}}", image.name])
     assert text is not None

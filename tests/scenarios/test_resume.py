@@ -77,45 +77,6 @@ def _stop_by(bench: TinyRun, run: Run, number: signal.Signals, after_step: int) 
     return process.returncode, out, err
 
 
-@pytest.mark.slow
-def test_a_run_stopped_by_sigint_and_again_by_sigterm_ends_with_the_bits_of_one_never_stopped(bench: TinyRun) -> None:
-    """verl#7401, accelerate PR 4071, TorchSpec PR 43."""
-    whole = bench.go("name=whole", stages=TRAINED)
-    run = bench.run("name=stopped")
-    stopped_at = 0
-    for number, after_step in ((signal.SIGINT, 2), (signal.SIGTERM, 7)):
-        code, out, err = _stop_by(bench, run, number, after_step)
-        assert code == 5, err
-        if stopped_at:
-            assert f"train: resuming from step-{stopped_at:06d}" in err
-            assert "cache: skipped" in out
-        path = latest_checkpoint(run.checkpoints_dir, print)
-        assert path is not None
-        stopped_at = load_checkpoint(path).step
-        assert after_step <= stopped_at < 12
-        last = err.strip().splitlines()[-1]
-        assert last == (f"{run.id}: stopped after step {stopped_at} of 12, saved. invoke train again resumes there.")
-        states = {e["name"]: e["state"] for e in json.loads(run.stages_path.read_text())["stages"]}
-        assert states["train"] == "interrupted"
-        assert not run.manifest_path("train").exists()
-        assert not run.drafter_dir.exists()
-
-    bench.go("name=stopped", stages=TRAINED)
-    assert _losses(run) == _losses(whole)
-    stopped, expected = _tensors(run), _tensors(whole)
-    assert stopped.keys() == expected.keys()
-    assert all(torch.equal(stopped[name], expected[name]) for name in expected)
-    one, other = ((r.drafter_dir / "model.safetensors").read_bytes() for r in (run, whole))
-    assert one == other
-    manifest, unbroken = (json.loads(r.manifest_path("train").read_text()) for r in (run, whole))
-    sessions = manifest["sessions"]
-    assert [s["from_step"] for s in sessions] == [0, sessions[0]["to_step"], sessions[1]["to_step"]]
-    assert sessions[-1]["to_step"] == 12
-    counts = ("steps", "tokens", "anchors", "supervised_slots")
-    assert [manifest["training"][name] for name in counts] == [unbroken["training"][name] for name in counts]
-    assert manifest["training"]["steps"] == 12 and manifest["training"]["seconds"] > 0
-
-
 def _stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next trainings be asked to stop in their step `step`, without a signal."""
 
@@ -138,6 +99,52 @@ def _stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(train_module, "StopRequest", Asked)
     monkeypatch.setattr(train_module.Trainer, "fit", fit)
+
+
+def _assert_interrupted(run: Run) -> None:
+    states = {e["name"]: e["state"] for e in json.loads(run.stages_path.read_text())["stages"]}
+    assert states["train"] == "interrupted"
+    assert not run.manifest_path("train").exists()
+    assert not run.drafter_dir.exists()
+
+
+@pytest.mark.slow
+def test_a_run_stopped_twice_ends_with_the_bits_of_one_never_stopped(bench: TinyRun) -> None:
+    """verl#7401, accelerate PR 4071, TorchSpec PR 43. The second stop is a signal to a process that resumed the run;
+    test_interrupts.py has what other signals do."""
+    whole = bench.go("name=whole", stages=TRAINED)
+    run = bench.run("name=stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        _stop_after(2, patch)
+        with pytest.raises(Interrupted, match="stopped after step 2 of 12, saved"):
+            bench.go("name=stopped", stages=TRAINED)
+    _assert_interrupted(run)
+
+    code, out, err = _stop_by(bench, run, signal.SIGTERM, after_step=5)
+    assert code == 5, err
+    assert "train: resuming from step-000002" in err and "cache: skipped" in out
+    path = latest_checkpoint(run.checkpoints_dir, print)
+    assert path is not None
+    stopped_at = load_checkpoint(path).step
+    assert 5 <= stopped_at < 12
+    last = err.strip().splitlines()[-1]
+    assert last == f"{run.id}: stopped after step {stopped_at} of 12, saved. invoke train again resumes there."
+    _assert_interrupted(run)
+
+    bench.go("name=stopped", stages=TRAINED)
+    assert _losses(run) == _losses(whole)
+    stopped, expected = _tensors(run), _tensors(whole)
+    assert stopped.keys() == expected.keys()
+    assert all(torch.equal(stopped[name], expected[name]) for name in expected)
+    one, other = ((r.drafter_dir / "model.safetensors").read_bytes() for r in (run, whole))
+    assert one == other
+    manifest, unbroken = (json.loads(r.manifest_path("train").read_text()) for r in (run, whole))
+    sessions = manifest["sessions"]
+    assert [s["from_step"] for s in sessions] == [0, 2, stopped_at]
+    assert sessions[-1]["to_step"] == 12
+    counts = ("steps", "tokens", "anchors", "supervised_slots")
+    assert [manifest["training"][name] for name in counts] == [unbroken["training"][name] for name in counts]
+    assert manifest["training"]["steps"] == 12 and manifest["training"]["seconds"] > 0
 
 
 @pytest.mark.parametrize(("features", "stop"), [("cached", 3), ("online", 5)])

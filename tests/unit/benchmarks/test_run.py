@@ -50,7 +50,7 @@ def made_run(folder: Path, **head: Any) -> Run:
     """Return a finished run of two sessions with features made online, and its drafter."""
     tiny_target(folder)
     config = tiny_config(target={"source": str(folder / "target-qwen3")}, data={"features": "online"})
-    run = open_run(config, folder / "runs", fingerprint(ROOT))
+    run = open_run(config, folder / "runs", {**fingerprint(ROOT), "git": {"commit": "trained", "dirty": False}})
     log = MetricsLog(run.metrics_path)
     for step, loss in ((1, 6.0), (12, 3.0)):
         log.append({"step": step, "loss": loss})
@@ -92,7 +92,9 @@ def test_the_record_adds_up_what_the_stages_wrote(
     assert (found["loss_first"], found["loss_last"]) == (6.0, 3.0)
     assert found["tau"]["out_of_domain"] == {"decoded": 1.2, "chained": 1.4, "untrained": 1.1}
     assert found["gpu_minutes"] == 0 and found["peaks"]["matmul_flops"] == 1e10
-    assert {"date", "git", "device", "torch", "cpu", "gpus"} <= set(found)
+    assert {"date", "device", "torch", "cpu", "gpus"} <= set(found)
+    assert found["command"].startswith(f"python -m benchmarks.run {run.folder} --json ")
+    assert found["git"] == {"commit": "trained", "dirty": False}
     out = capsys.readouterr().out
     assert "8,000 tokens, 1,600 slots of 600 anchors, 200 tokens/s" in out
     assert "drafter-0 30.0% (others 10.0%, features 20.0%); target-0 5.0% (room 5.0%)" in out

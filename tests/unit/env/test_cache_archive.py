@@ -22,10 +22,10 @@ from env.cache_volume import (
     damaged_files,
     listed_files,
     publish_manifest,
-    write_json,
 )
 from env.caches import cache_key
 from env.errors import EnvError
+from env.files import atomic_write_json
 
 FACTORS = {"torch": "2.11.0", "triton": "3.6.0", "gpu_capability": "9.0"}
 KEY = cache_key(FACTORS)[0]
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     }.items():
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_bytes(content)
-    write_json(made / "factors.json", FACTORS)
+    atomic_write_json(made / "factors.json", FACTORS)
     publish_manifest(made)
     return made
 

@@ -12,8 +12,9 @@ import pytest
 
 from env import cache_budget
 from env.cache_budget import clean, entries, prune
-from env.cache_volume import COMPILE_LOCK, COMPILE_NOTE, USE_LOCK, write_json
+from env.cache_volume import COMPILE_LOCK, COMPILE_NOTE, USE_LOCK
 from env.errors import EnvError
+from env.files import atomic_write_json
 
 MIB = 2**20
 OLD, MIDDLE, NEW = "a" * 16, "b" * 16, "c" * 16
@@ -28,7 +29,7 @@ def volume(tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
         (folder / "code.so").write_bytes(b"x" * MIB)
         if seconds < 4000:
-            write_json(folder / "factors.json", {"torch": "2.11.0", "source": "d" * 64})
+            atomic_write_json(folder / "factors.json", {"torch": "2.11.0", "source": "d" * 64})
             (folder / "last-used").touch()
             os.utime(folder / "last-used", (seconds, seconds))
         os.utime(folder, (seconds, seconds))

@@ -59,6 +59,24 @@ def test_smoke_hands_its_options_to_the_pipeline(project: Path) -> None:
     assert done.stdout == f"argv smoke --device cpu --json {project}/out.json\n"
 
 
+def test_cache_hands_its_archive_to_the_pipeline_by_its_whole_path(project: Path) -> None:
+    done = invoke(project, "cache", "--export", "out.tar", "--set", "a.b=1")
+    assert done.stdout == f"argv cache --config configs/quickstart.yaml a.b=1 --export {project}/out.tar\n"
+    done = invoke(project, "cache", "--import", "in.tar", "--config", "configs/ci.yaml")
+    assert done.stdout == f"argv cache --config configs/ci.yaml --import {project}/in.tar\n"
+
+
+def test_doctor_and_race_hand_their_options_to_their_modules(project: Path) -> None:
+    says = 'import sys\npreflight = None\nif __name__ == "__main__":\n    print("argv", *sys.argv[1:], flush=True)\n'
+    (project / "dflash/compile").mkdir(parents=True)
+    for module in ("dflash/compile/lab.py", "env/doctor.py"):
+        (project / module).write_text(says)
+    done = invoke(project, "race", "--runs", "2", "--json", "out.json", "--device", "cpu")
+    assert done.stdout == "argv --runs 2 --jobs 1 --json out.json --device cpu\n"
+    done = invoke(project, "doctor", "--lock", "x.txt", "--json", "out.json")
+    assert done.stdout == f"argv --lock x.txt --json {project}/out.json\n"
+
+
 def test_bench_hands_its_options_to_the_benchmark(project: Path) -> None:
     (project / "benchmarks").mkdir()
     (project / "benchmarks/step.py").write_text('import sys\nprint("argv", *sys.argv[1:], flush=True)\n')

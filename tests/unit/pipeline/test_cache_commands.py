@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from env.cache_volume import publish_manifest, write_json
+from env.cache_volume import publish_manifest
+from env.files import atomic_write_json
 from pipeline import commands
 from pipeline.__main__ import main
 
@@ -25,7 +26,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here" / "compile" / key
     (folder / "inductor").mkdir(parents=True)
     (folder / "inductor" / "one.so").write_bytes(b"code")
-    write_json(folder / "factors.json", named)
+    atomic_write_json(folder / "factors.json", named)
     publish_manifest(folder)
     assert main(["cache", "--export", str(tmp_path / "cache.tar"), "--config", QUICKSTART]) == 0
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "there"))

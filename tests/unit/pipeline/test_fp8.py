@@ -81,7 +81,7 @@ def test_the_compiled_step_is_the_dense_one_rounded_to_fp8_unless_there_is_a_mis
     if mistake:
         mistake(monkeypatch)
     gate = _proof(target)
-    assert gate.limit == "<= 3 x what dense fp8 costs"
+    assert gate.limit == "<= 2 x what dense fp8 costs"
     assert gate.holds == (mistake is None), gate
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from dflash.acceptance import layer_masks
 from dflash.checkpoint import save_drafter
 from dflash.model import DFlashDraftModel
 from pipeline import proofs, replica
+from pipeline.batches import StepBatch
 from pipeline.cache import CachedData
 from pipeline.proofs import (
     DecodedSet,
+    _of_every_bucket,
     chained_tau,
     compiled_equals_dense,
     decode_set,
     export_equals_training,
     lossless,
     relative_difference,
+    times,
     train_equals_decode,
 )
 from pipeline.targets import TargetFolder
@@ -159,6 +163,10 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+LEAKING = ("two buckets, dpace", "packed, soft labels")
+"""Rows of one text and of several, hard and soft labels."""
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_the_compiled_step_is_the_plain_one_unless_its_mask_leaks(
     target: Any, monkeypatch: pytest.MonkeyPatch, name: str
@@ -181,5 +189,47 @@ def test_the_compiled_step_is_the_plain_one_unless_its_mask_leaks(
     assert gate.holds
     count = len(config.data.buckets)
     assert f"{count} of {count} buckets" in gate.detail
-    monkeypatch.setattr(replica, "layer_masks", _leaky_masks)
-    assert not compiled_equals_dense(config, data, target, random_drafter(**changes), cpu).holds
+    if name in LEAKING:
+        monkeypatch.setattr(replica, "layer_masks", _leaky_masks)
+        assert not compiled_equals_dense(config, data, target, random_drafter(**changes), cpu).holds
+
+
+@pytest.mark.parametrize("too_large", [1.0, 1.15])
+def test_in_bf16_rounding_is_told_from_a_gradient_that_is_a_tenth_too_large(
+    target: Any, monkeypatch: pytest.MonkeyPatch, too_large: float
+) -> None:
+    right = replica.head_loss
+
+    def scaled(*given: Any, **more: Any) -> Any:
+        sums = right(*given, **more)
+        return replace(sums, numerator=sums.numerator * too_large)
+
+    monkeypatch.setattr(replica, "head_loss", scaled)
+    train = {"batch_size": 2, "micro_batch": 2, "num_anchors": 4, "precision": "bf16", "loss": "dpace"}
+    config = tiny_config(train=train, data={"buckets": [64], "features": "online"})
+    data = CachedData(
+        target=TargetFolder(path=Path("unused"), identity="", name=""),
+        drafter=drafter_config(),
+        samples=made_up_samples(16),
+        features=None,
+        answers_key="",
+        prompts={},
+    )
+    gate = compiled_equals_dense(config, data, target, random_drafter(dtype=torch.bfloat16), torch.device("cpu"))
+    assert gate.holds == (too_large == 1.0), gate.value
+    assert "4 micro-batches, 1 of 1 buckets" in gate.detail
+
+
+@pytest.mark.parametrize(
+    ("error", "cost", "size", "expected"),
+    [(9.0, 1.0, 0.0, 3.0), (4.0, 0.0, 4e6, 1.0), (0.0, 0.0, 0.0, 0.0), (1.0, inf, 1.0, inf), (nan, 1.0, 1.0, inf)],
+)
+def test_an_error_is_counted_in_what_rounding_costs(error: float, cost: float, size: float, expected: float) -> None:
+    assert times(error, cost, size) == pytest.approx(expected)
+
+
+def test_the_compared_batches_have_every_bucket_and_then_the_longest() -> None:
+    steps = [StepBatch(0, bucket, (i,)) for i, bucket in enumerate([8, 64, 8, 64, 64, 16])]
+    chosen = _of_every_bucket(steps, 4)
+    assert [(s.bucket, s.indices[0]) for s in chosen] == [(16, 5), (64, 1), (8, 0), (64, 3)]
+    assert len(_of_every_bucket(steps, 1)) == 3

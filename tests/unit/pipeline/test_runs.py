@@ -11,7 +11,6 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.errors import ConfigError
-from pipeline.files import atomic_write_json, atomic_write_text, sha256_file
 from pipeline.runs import find_run, lock_run, open_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -124,20 +123,6 @@ def test_a_second_process_on_the_same_run_is_told_who_has_it(tmp_path: Path) -> 
     assert "is working on this run" in refused
     assert "process " in refused
     assert other() == "got it\n"
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_leftovers(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    atomic_write_json(path, {"a": 1})
-    with pytest.raises(UnicodeEncodeError):
-        atomic_write_text(path, "half \ud800 written")  # a lone surrogate cannot be encoded
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
-
-
-def test_sha256_is_that_of_the_content(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"abc")
-    assert sha256_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_a_file_system_without_locks_is_a_warning_and_the_run_goes_on(
