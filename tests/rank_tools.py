@@ -182,7 +182,7 @@ def trained(ranks: Ranks, bench: TinyRun, overrides: tuple[str, ...], stop_after
     """Return the manifest of a training as this rank, and the samples of each step; it may be asked to stop."""
     for name, value in bench.environment.items():
         os.environ[name] = value
-    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(bench.folder / "inductor")  # else one in /tmp, and the lock beside it
     seen: list[tuple[int, tuple[int, ...]]] = []
 
     class Noting(Collator):

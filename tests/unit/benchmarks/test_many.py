@@ -51,9 +51,7 @@ def _lines() -> list[Line]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_workers_of_the_cpu_are_compared_with_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_workers_of_the_cpu_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every arrangement trains; threads and processes to the same losses, one drafter within rounding."""
     path = tmp_path / "many.json"
     arguments = ["--device", "cpu", "--json", str(path), "--limit", "300"]
