@@ -101,7 +101,10 @@ def _cause(store: dist.Store, rank: int, code: int) -> PipelineError:
     if told and told["code"] in REASONS:
         return same_error(told["code"], told["text"])
     if code < 0:
-        name = signal.Signals(-code).name
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:  # most real-time ones have none
+            name = f"signal {-code}"
         also = f" (rank {told['rank']} said: {told['text']})" if told else ""
         fix = "The same command goes on from the last checkpoint." + (
             " A kernel that is out of memory kills so." if name == "SIGKILL" else ""

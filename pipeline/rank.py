@@ -7,14 +7,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from env.errors import EnvError
-from pipeline.errors import ConfigError, Interrupted
+from pipeline.errors import ConfigError
 from pipeline.files import atomic_write_json
 from pipeline.ranks import AGENT_STORE, MANIFEST, REASONS, Ranks, is_secondary, same_error
 from pipeline.runs import Run, lock_run, read_manifest
@@ -23,6 +23,8 @@ from pipeline.train import train_as
 
 Explain = Callable[[BaseException], tuple[int | None, str]]
 """An error's exit code, None for one that is our own fault, and the line that a person reads."""
+Starter = list[Any]
+"""Who started a rank: host, process, when that began."""
 
 
 def work(run: Run, *, started_by_train: bool, source_hash: str, explain: Explain) -> int:
@@ -37,10 +39,17 @@ def work(run: Run, *, started_by_train: bool, source_hash: str, explain: Explain
             fix="Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun, with --rdzv-backend c10d.",
         )
     ranks = Ranks()
-    well = False
+    well, held = False, ExitStack()
+    starters: list[Starter] = []
     try:
+        if not started_by_train:
+            ranks.put("starter", _starter(ranks.host))
+            if ranks.leads:
+                held.enter_context(lock_run(run))
+                starters = sorted(map(list, {tuple(one) for one in ranks.all("starter")}))
+                _refuse_again(run, ranks, starters)
+        check_build(ranks, source_hash)  # the others wait here until rank 0 has met all
         check_place(run, ranks)
-        check_build(ranks, source_hash)
         if started_by_train:
             manifest = train_as(run, ranks)
             if ranks.leads:
@@ -60,10 +69,11 @@ def work(run: Run, *, started_by_train: bool, source_hash: str, explain: Explain
             traceback.print_exc()
         elif secondary or not started_by_train:
             ranks.say(text)
-        if ranks.leads and not started_by_train:
-            _note_reason(run, ranks)
+        if starters:  # else the run may be another's
+            _note_reason(run, ranks, starters)
         return 1 if secondary or code is None else code
     finally:
+        held.close()
         if not started_by_train:
             ranks.end(well)
 
@@ -82,17 +92,15 @@ def _with_torchrun(run: Run, ranks: Ranks, source_hash: str) -> None:
         ranks.shared("begin", True)
         return train_as(run, ranks)
 
-    with lock_run(run):
-        _refuse_again(run, ranks)
-        run_stages(
-            run,
-            {"train": stage},
-            only="train",
-            start_from=None,
-            force=False,
-            source_hash=source_hash,
-            log=lambda line: print(line, file=sys.stderr, flush=True),
-        )
+    run_stages(
+        run,
+        {"train": stage},
+        only="train",
+        start_from=None,
+        force=False,
+        source_hash=source_hash,
+        log=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     if not began:
         ranks.shared("begin", False)
 
@@ -100,31 +108,41 @@ def _with_torchrun(run: Run, ranks: Ranks, source_hash: str) -> None:
 # -- torchrun starts ranks again, whatever they ended with -------------------------------------------------------------
 
 
+def _starter(host: str) -> Starter:
+    """Return this host, the process that started this rank, and when that began, in ticks as /proc counts them.
+
+    In containers the process is always 1. Where there is no /proc the time is missing.
+    """
+    parent, began = os.getppid(), 0
+    with suppress(OSError):
+        began = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19])
+    return [host, parent, began]
+
+
 def _reason_path(run: Run) -> Path:
     return run.folder / ".ended.json"
 
 
-def _note_reason(run: Run, ranks: Ranks) -> None:
+def _note_reason(run: Run, ranks: Ranks, starters: list[Starter]) -> None:
     """Keep for the next attempt why this one ended, if it would end so again."""
     found = ranks.reason()
     if found and found["code"] in REASONS:
         with suppress(OSError):  # a full disk: then the next attempt finds that out itself
-            atomic_write_json(_reason_path(run), {**found, "world": ranks.world})
+            atomic_write_json(_reason_path(run), {**found, "starters": starters})
 
 
-def _refuse_again(run: Run, ranks: Ranks) -> None:
-    """Raise what ended the attempt before, if that was a reason; the first attempt of a torchrun begins anew.
+def _refuse_again(run: Run, ranks: Ranks, starters: list[Starter]) -> None:
+    """Raise what ended the attempt before, if that was a reason and the same torchruns start the ranks again.
 
-    Ranks are also interrupted by their own torchrun, when a host came: then there are more of them, and they go on.
+    A new torchrun means another attempt, and so do hosts that came, went or were replaced. torchrun's own count does
+    not tell: one that finds a host waiting before it sees its rank's end starts the ranks again uncounted.
     """
     path = _reason_path(run)
     found = read_manifest(path)
-    path.unlink(missing_ok=True)
-    if found is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return
-    if found["code"] != Interrupted.exit_code or found["world"] == ranks.world:
+    if found and found.get("starters") == starters:
         ranks.say("train: started again after an end that another attempt would not change")
         raise same_error(found["code"], found["text"])
+    path.unlink(missing_ok=True)
 
 
 # -- what the ranks must have in common --------------------------------------------------------------------------------

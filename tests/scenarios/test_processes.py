@@ -120,6 +120,7 @@ from pipeline import ranks, train
 from pipeline.__main__ import _leave, main
 
 died = Path(os.environ["DIED"])
+hung = died.with_name("hung")
 first, dies, hangs = not died.exists(), os.environ["DIES"] == "yes", False
 print("restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], file=sys.stderr, flush=True)
 after, watch = train.Trainer._after_step, ranks.Ranks.watch
@@ -129,10 +130,13 @@ def ending(self, step, *rest):
     if not first or step < 3:
         return after(self, step, *rest)
     hangs = True
-    time.sleep(2)
     if dies:
+        while not hung.exists():
+            time.sleep(0.05)
+        time.sleep(1)
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    hung.touch()
     time.sleep(1000)
 
 def blind(self, stop):

@@ -93,6 +93,7 @@ def test_a_killed_rank_goes_before_what_its_partners_say_of_it_but_not_before_a_
     said = "rank 0: GateAborted: another rank is gone, or the way to it (NCCL error)."
     assert str(_cause(store, 1, 1)) == said  # NCCL's own failures look so as well: it may be all there is
     assert str(_cause(store, 1, -9)).startswith("rank 1: was killed by SIGKILL. The same command")
+    assert str(_cause(store, 1, -40)).startswith("rank 1: was killed by signal 40. The same")  # real-time, no name
     _tell(store, FAILED, 1, "RuntimeError: connectFullMesh failed")
     assert str(_cause(store, 1, 1)) == "rank 0: RuntimeError: connectFullMesh failed."
     killed = str(_cause(store, 1, -9))
