@@ -127,14 +127,22 @@ def shell(c: Context) -> None:
         "gpu": "the tests that need a GPU, instead of all others",
         "image": "the tests of the built image, instead of all others",
         "lock": "environment: dev, or next to try the newest torch",
+        "jobs": "files of tests at a time; those of the GPU and of the image run one by one",
     }
 )
 def test(
-    c: Context, path: str = "tests", k: str = "", gpu: bool = False, image: bool = False, lock: str = "dev"
+    c: Context,
+    path: str = "tests",
+    k: str = "",
+    gpu: bool = False,
+    image: bool = False,
+    lock: str = "dev",
+    jobs: int = 2,
 ) -> None:
     """Run the tests in the locked development environment."""
     chosen = "gpu" if gpu else "image" if image else "not gpu and not image"
-    run_python(["-m", "pytest", path, "-m", chosen, *(["-k", k] if k else [])], lock=lock)
+    at_once = ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 and not gpu and not image else []
+    run_python(["-m", "pytest", path, "-m", chosen, *at_once, *(["-k", k] if k else [])], lock=lock)
 
 
 @task(

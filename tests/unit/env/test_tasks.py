@@ -85,6 +85,15 @@ def test_bench_hands_its_options_to_the_benchmark(project: Path) -> None:
     assert done.stdout == "argv --json out.json --device cpu --sizes small\n"
 
 
+def test_tests_run_two_files_at_a_time_unless_a_gpu_or_the_image_is_what_they_share(project: Path) -> None:
+    (project / "pytest.py").write_text('import sys\nprint("argv", *sys.argv[1:])')
+    chosen = "tests -m not gpu and not image"
+    assert invoke(project, "test").stdout == f"argv {chosen} -n 2 --dist loadfile\n"
+    assert invoke(project, "test", "--jobs", "1", "-k", "x").stdout == f"argv {chosen} -k x\n"
+    assert invoke(project, "test", "--gpu", "--jobs", "4").stdout == "argv tests -m gpu\n"
+    assert invoke(project, "test", "--image").stdout == "argv tests -m image\n"
+
+
 def test_diff_takes_two_runs_by_position(project: Path) -> None:
     (project / "env/diff.py").write_text('import sys\nprint("argv", *sys.argv[1:], flush=True)\n')
     assert invoke(project, "diff", "runs/a", "latest").stdout == "argv runs/a latest\n"
