@@ -19,7 +19,7 @@ from env.doctor import preflight
 from env.errors import EnvError
 
 ROOT = Path(__file__).resolve().parent.parent
-PIPELINE = ("train", "generate", "export", "import", "serve-command", "smoke", "cache", "plan", "needs")
+PIPELINE = ("train", "generate", "export", "import", "serve-command", "smoke", "cache", "plan", "needs", "rank")
 MODULES = {
     "doctor": "env.doctor",
     "fingerprint": "env.fingerprint",

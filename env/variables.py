@@ -32,9 +32,13 @@ _EFFECTS = {
     "PYTHONPATH": "its modules come before the locked ones",
 }
 _HARMLESS = frozenset(
-    {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCHDYNAMO_VERBOSE", "TORCH_HOME"}
+    {
+        *("TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCHDYNAMO_VERBOSE", "TORCH_HOME"),
+        *("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    }
 )
-"""They change what is printed, or a folder that nothing of ours uses."""
+"""They change what is printed, or a folder that nothing of ours uses; or torchrun sets them, or wants them set."""
+_OF_TORCHRUN = "TORCHELASTIC_"
 _WATCHED_PREFIXES = ("TORCH", "PYTORCH", "TRITON")
 _GPU_LIBRARIES = (
     *("libtorch", "libc10", "libcudart.", "libcublas", "libcudnn", "libnccl.", "libnvrtc", "libcufft", "libcurand"),
@@ -48,7 +52,7 @@ def check_variables(environ: Mapping[str, str]) -> list[Finding]:
     findings = []
     for name in sorted(environ):
         value = environ[name]
-        if not value or name in OWNED_VARIABLES or name in _HARMLESS:
+        if not value or name in OWNED_VARIABLES or name in _HARMLESS or name.startswith(_OF_TORCHRUN):
             continue
         if name in _SWITCHES_OFF and value != "0":
             findings.append(error(name, f"is {value!r}: {_SWITCHES_OFF[name]}", f"Run: unset {name}"))

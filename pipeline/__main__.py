@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from pipeline import commands
 from pipeline.smoke import smoke
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "needs":
             path = Path(options.config) if options.config else None
             return commands.needs(path, options.overrides, run=options.run or "", again=options.again)
+        if options.command == "rank":
+            return commands.rank(options.run, _explained, started_by_train=options.started_by_train)
         if options.command == "smoke":
             return smoke(options.device, options.json)
         if options.command == "plan":
@@ -83,6 +85,10 @@ def _plan(options: argparse.Namespace) -> int:
         return command.check()
     names = ("gpu", "gpus", "shape", "samples", "prompt_tokens", "answer_tokens", "epochs", "json")
     return command.plan(Path(options.config), options.overrides, **{name: getattr(options, name) for name in names})
+
+
+def _explained(error: BaseException) -> tuple[int | None, str]:
+    return _exit_code(error), _message(error)
 
 
 def _exit_code(error: BaseException) -> int | None:
@@ -151,7 +157,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands_parser = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="train | generate | export | import | serve-command | cache | plan | smoke | needs",
+        metavar="train | generate | export | import | serve-command | cache | plan | smoke | needs | rank",
     )
 
     train = commands_parser.add_parser("train", help="cache, train and verify; finished stages are skipped")
@@ -196,6 +202,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     smoke_parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     smoke_parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    rank = commands_parser.add_parser("rank", help="be one process of a training, for torchrun")
+    # By place: torchrun would take a --run for its own --run-path.
+    rank.add_argument("run", metavar="RUN", help="a run's folder or id, its cache stage finished")
+    rank.add_argument("--started-by-train", action="store_true", help=argparse.SUPPRESS)
+    rank.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
     _add_plan(commands_parser)
     _add_interchange(commands_parser)
 
@@ -210,7 +222,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_plan(commands_parser: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands_parser.add_parser("plan", help="say what a run would take: hours, memory, which GPUs do what")
+    plan = commands_parser.add_parser("plan", help="say what a run would take: hours, memory, GPUs")
     what = plan.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", metavar="FILE", help="of the run")
     what.add_argument("--check", action="store_true", help="compare the model with what was measured instead")
@@ -256,5 +268,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _leave(code: int) -> NoReturn:
+    """End without waiting for threads: one of a rank's may be in a collective whose partners are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        try:
+            _leave(main())
+        except Exception:
+            traceback.print_exc()
+            _leave(1)
     sys.exit(main())

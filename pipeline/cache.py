@@ -124,10 +124,10 @@ class _Lazy:
         return self._model
 
 
-def check_devices(config: RunConfig) -> None:
-    """Raise ConfigError for a GPU that is not there, before anything is computed."""
+def check_devices(config: RunConfig, fields: Sequence[str] = ("targets", "drafters")) -> None:
+    """Raise ConfigError for a GPU of topology's `fields` that is not there, before anything is computed."""
     count = torch.cuda.device_count()
-    for field in ("targets", "drafters"):
+    for field in fields:
         for name in getattr(config.topology, field):
             if name.startswith("cuda") and int(name.partition(":")[2]) >= count:
                 has = "no GPU that torch can use" if not count else f"{count} GPU{'s' if count > 1 else ''}"

@@ -101,6 +101,25 @@ def generate(path: str, prompt: str, decoding: Mapping[str, Any], *, root: Path 
     return 0
 
 
+def rank(
+    path: str, explain: Callable[[BaseException], tuple[int | None, str]], *, started_by_train: bool, root: Path = ROOT
+) -> int:
+    """Be one process of a run's training and return its exit code.
+
+    started_by_train   the environment was checked, the cache variables are set, and the run is locked
+    explain            exit code and message of an error
+    """
+    caches = CacheDirs.from_environment(root)
+    run = find_run(path, caches.runs)
+    if not started_by_train:
+        if os.environ.get("LOCAL_RANK") == "0":
+            _check_environment(root, preflight)
+        set_cache_variables(run.config, caches, compile_factors(root))
+    from pipeline.rank import work
+
+    return work(run, started_by_train=started_by_train, source_hash=source_hash(root), explain=explain)
+
+
 def needs(
     config_path: Path | None, overrides: list[str], *, run: str = "", again: bool = False, root: Path = ROOT
 ) -> int:

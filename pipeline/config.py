@@ -182,7 +182,7 @@ class TrainConfig(Section):
 
 
 def _device(name: str) -> str:
-    if not re.fullmatch(r"cpu|cuda:\d+", name):
+    if not re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]*)", name):
         raise ValueError(f"{name!r} is no device: name cpu, or cuda:0, cuda:1, ...")
     return name
 
@@ -191,12 +191,36 @@ Device = Annotated[str, AfterValidator(_device)]
 
 
 class TopologyConfig(Section):
-    targets: tuple[Device, ...] = Field(default=("cpu",), min_length=1, max_length=1)
-    """The device of the frozen target; only one so far."""
+    targets: tuple[Device, ...] = Field(default=("cpu",), min_length=1)
+    """A copy of the frozen target for each entry. With data.features online each has a thread that makes every n-th
+    micro-batch's features; the losses do not depend on their number. Of processes each has a copy of its own: then one
+    entry for each drafter, and a device may be named more than once. Answers are written by the first one alone."""
     drafters: tuple[Device, ...] = Field(default=("cpu", "cpu"), min_length=1)
-    """One worker thread with its own drafter replica for each entry; a device may be named more than once."""
-    workers: Literal["threads"] = "threads"
-    """threads: one process, a thread per drafter."""
+    """One worker with its own drafter replica for each entry; a device may be named more than once, by processes only
+    cpu. Of processes on several hosts these are each host's."""
+    workers: Literal["threads", "processes"] = "threads"
+    """threads: one process, a thread per drafter. processes: one per drafter (pipeline/ranks.py)."""
+
+    @model_validator(mode="after")
+    def _one_copy_each(self) -> TopologyConfig:
+        repeated = sorted({name for name in self.targets if self.targets.count(name) > 1})
+        if repeated and self.workers == "threads":
+            raise ValueError(
+                f"targets names {', '.join(repeated)} more than once, and a second copy there would only cost memory"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_process(self) -> TopologyConfig:
+        if self.workers == "threads":
+            return self
+        gpus = [name for name in self.drafters if name != "cpu"]
+        if gpus and (len(gpus) < len(self.drafters) or len(set(gpus)) < len(gpus)):
+            raise ValueError(
+                f"drafters {', '.join(self.drafters)}: with workers processes each needs a GPU of its own, or all are "
+                "on the cpu (NCCL refuses two processes on one GPU)"
+            )
+        return self
 
 
 class CompileConfig(Section):
@@ -268,6 +292,25 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.precision fp8 needs GPUs, and topology.drafters are {', '.join(self.topology.drafters)}; "
                 "use bf16 or fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _work_for_every_target(self) -> RunConfig:
+        if self.data.features == "cached" and len(self.topology.targets) > 1:
+            raise ValueError(
+                f"data.features cached are made by one target, and topology.targets are "
+                f"{', '.join(self.topology.targets)}: name one, or let features be online"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_target_for_every_process(self) -> RunConfig:
+        places, targets, drafters = self.topology, len(self.topology.targets), len(self.topology.drafters)
+        if self.data.features == "online" and places.workers == "processes" and targets != drafters:
+            raise ValueError(
+                f"topology.targets names {targets}, topology.drafters {drafters}: of processes with features online "
+                f"each has a copy of the target of its own, so name {drafters}; a device may be named again"
             )
         return self
 

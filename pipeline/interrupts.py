@@ -45,12 +45,15 @@ class StopRequest:
             signal.signal(number, handler)
         self._previous.clear()
 
+    def request(self) -> None:
+        """Ask for the stop as a first signal does; one that follows within half a second is the same request."""
+        self.requested, self._first_at = True, time.monotonic()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
         if not self.requested:
-            self.requested, self._first_at = True, now
+            self.request()
             _write_stderr(_NOTICE)
-        elif now - self._first_at >= _SAME_REQUEST_SECONDS:
+        elif time.monotonic() - self._first_at >= _SAME_REQUEST_SECONDS:
             if sys.stderr.isatty():
                 _write_stderr(_SHOW_CURSOR)  # a progress bar may have hidden it
             signal.signal(number, signal.SIG_DFL)

@@ -64,16 +64,16 @@ class TargetForward:
         return "rows are packed" if self._packed else why_not_static(self.target)
 
     @torch.no_grad()
-    def record(self, shapes: Iterable[tuple[int, int]], gate: CompileGate) -> list[Tensor]:
+    def record(self, shapes: Iterable[tuple[int, int]], gate: CompileGate, name: str = "target") -> list[Tensor]:
         """Record the forward for every shape (b, S) of tokens, compiled where that is possible, and return the tensors
-        that features will come in. Only in the gate's warm-up.
+        that features will come in. Only in the gate's warm-up, which counts it under `name`.
 
         Raises PipelineError when the features are not those of transformers' own forward.
         """
         if self.target.config.get_text_config().rope_parameters["rope_type"] not in ROPE_TYPES:
             return []  # its angles are decided on the host in each forward: nothing can be recorded
         made = []
-        layer = None if self.why_not_compiled() else gate.compile(causal_layer, name="target layer")
+        layer = None if self.why_not_compiled() else gate.compile(causal_layer, name=f"{name} layer")
         for shape in shapes:
             tokens = torch.zeros(shape, dtype=torch.long, device=self.target.device)
             positions = torch.arange(shape[1], device=tokens.device).repeat(shape[0], 1) if self._packed else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,16 @@ from pipeline.batches import MicroBatch
 from pipeline.data import FeatureShards
 from pipeline.replica import Replica
 from pipeline.target_forward import TargetForward
+from pipeline.turns import Turns
 
 Clock = Callable[[], float]
 """Seconds of what waits are counted in; pipeline/pace.py's leaves out what is not training."""
+
+
+class Waiting(Protocol):
+    """An exchange, as far as `waits` knows it."""
+
+    def seconds_waited(self) -> dict[str, float]: ...
 
 
 class Rendezvous:
@@ -53,6 +61,40 @@ class GradientExchange:
         self._sums: list[Tensor | None] = [None] * len(replicas)
         self.rendezvous = Rendezvous(len(replicas), clock)
         self._several_gpus = len({r.device for r in replicas if r.device.type == "cuda"}) > 1
+
+    def join(self) -> None:
+        """The first worker is warm: there are no other processes to wait for (pipeline/processes.py has some)."""
+
+    def wait(self) -> None:
+        """Wait until all workers are here."""
+        self.rendezvous.wait()
+
+    def abort(self) -> None:
+        """End all who wait, or will."""
+        self.rendezvous.abort()
+
+    def close(self) -> None:
+        """The first worker has done its last step."""
+
+    def settle(self) -> None:
+        """All other workers wait anyway while the first one does something alone."""
+
+    def agreed(self, stop: bool) -> bool:
+        """Return whether to stop after this step, asked by the first worker."""
+        return stop
+
+    def summed(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums over all processes of what the first worker counts for its own."""
+        return dict(counts)
+
+    def gathered(self, part: Any) -> list[Any]:
+        """Return what every process's first worker gives."""
+        return [part]
+
+    def equal(self) -> bool:
+        """Return whether all replicas hold the same float32 weights, bit for bit. All have stepped, and wait."""
+        first, *others = [replica.optimizer.masters for replica in self._replicas]
+        return all(torch.equal(a, b.to(a.device)) for other in others for a, b in zip(first, other, strict=True))
 
     def seconds_waited(self) -> dict[str, float]:
         """Return how long each replica's thread, which has its name, waited for the others."""
@@ -136,73 +178,92 @@ class FeatureBuffers:
 
 
 class OnlineFeatures:
-    """Features made by the target in a thread of its own, a bounded queue ahead of each drafter.
+    """Features made by targets, each in a thread of its own, ahead of the drafters by bounded queues.
 
-    `work` is the thread's loop: for each micro-batch in order of use, run the target inside gate.step() (so it is
-    parked during a compile) and hand batch and features to the worker that will train on it. The batch comes along so
-    that it is made once, ahead of its use, and not by the worker while its GPU waits.
+    `work` is a target's loop: for each of its micro-batches (pipeline/turns.py), run the target inside gate.step() (so
+    it is parked during a compile) and hand batch and features to the worker that will train on it. The batch comes
+    along so that it is made once, ahead of its use, and not by the worker while its GPU waits.
+
+    Features stay on the target's device until a worker takes them, and go to another GPU without the host: the copy is
+    in order with what either GPU was given before it, so the target, whose later forwards write over the features,
+    does so after it.
     """
 
     def __init__(
         self,
-        forward: TargetForward,
+        forwards: Sequence[TargetForward],
         gate: CompileGate,
         num_workers: int,
         *,
-        depth: int = 2,
+        depth: int | None = None,
         shapes: Sequence[tuple[int, int]] = (),
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`shapes` (b, S) of tokens are recorded in the gate's warm-up, in which the thread then takes part."""
-        self._forward, self._gate, self._shapes, self._clock = forward, gate, shapes, clock
-        self.device: torch.device = forward.target.device
-        self._queues: list[queue.Queue[tuple[MicroBatch, Tensor]]] = [queue.Queue(depth) for _ in range(num_workers)]
+        """`shapes` (b, S) of tokens are recorded in the gate's warm-up, in which all targets' threads then take part.
+        `depth` is that of each queue, if not the usual one."""
+        self._forwards, self._gate, self._shapes, self._clock = forwards, gate, shapes, clock
+        self.devices: list[torch.device] = [forward.target.device for forward in forwards]
+        self.turns = Turns(targets=len(forwards), drafters=num_workers)
+        self._queues: list[list[queue.Queue[tuple[MicroBatch, Tensor]]]] = [
+            [queue.Queue(depth or self.turns.depth) for _ in range(num_workers)] for _ in forwards
+        ]
         self.stopping = threading.Event()
-        self.seconds_target_waited = 0.0
+        self.seconds_targets_waited = [0.0] * len(forwards)
         self.seconds_drafters_waited = [0.0] * num_workers
-        # Of each shape one in every place that features can be: waiting, lent to a worker, or being made.
-        self._buffers = FeatureBuffers(num_workers * (depth + 1) + 1)
+        self._buffers = [FeatureBuffers(self.turns.places(depth)) for _ in forwards]
+        self._taken = [0] * num_workers
         self._lent: list[Tensor | None] = [None] * num_workers
-        self._working = threading.Lock()
+        self._working = [threading.Lock() for _ in forwards]
 
-    def work(self, name: str, stream: Iterable[tuple[int, MicroBatch]]) -> None:
+    def work(self, target: int, stream: Iterable[MicroBatch]) -> None:
+        """Make the features of `stream`: micro-batches `target`, target + T, ... of T targets' session."""
+        forward, device, buffers = self._forwards[target], self.devices[target], self._buffers[target]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        name = target_name(target)
         with self._gate.worker(name):
             if self._shapes:
-                self._gate.warm_up(self._warm_up)
-            for worker, batch in stream:
+                self._gate.warm_up(lambda: self._warm_up(target))
+            for number, batch in zip(itertools.count(target, self.turns.targets), stream, strict=False):
                 if self.stopping.is_set():
                     return
-                with self._gate.step(), self._working:
-                    features = self._buffers.fill(self._forward(batch))
-                start = self._clock()
+                with self._gate.step(), self._working[target]:
+                    features = buffers.fill(forward(batch))
+                start, worker = self._clock(), self.turns.drafter_of(number)
                 try:
-                    self._hand_over(self._queues[worker].put, (batch, features))
+                    self._hand_over(self._queues[target][worker].put, (batch, features))
                 except GateAborted:  # nobody needs them any more; a failure is told by the worker that had it
                     return
-                self.seconds_target_waited += self._clock() - start
+                self.seconds_targets_waited[target] += self._clock() - start
 
-    def _warm_up(self) -> None:
-        for features in self._forward.record(self._shapes, self._gate):
-            self._buffers.reserve(features)
+    def _warm_up(self, target: int) -> None:
+        for features in self._forwards[target].record(self._shapes, self._gate, target_name(target)):
+            self._buffers[target].reserve(features)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Hold the target between two forwards: memory that is compared is read here, or what a forward needs for a
+        """Hold the targets between two forwards: memory that is compared is read here, or what a forward needs for a
         moment would be counted by chance."""
-        with self._working:
+        with ExitStack() as held:
+            for working in self._working:
+                held.enter_context(working)
             yield
 
     def take(self, worker: int, device: torch.device, dtype: torch.dtype) -> tuple[MicroBatch, Tensor]:
         """Return a worker's next micro-batch and its features (b, S, X), both on `device`, until its next call: the
         target then writes over the features, after what the worker has launched till then."""
+        count = self._taken[worker]
         if (before := self._lent[worker]) is not None:
-            self._buffers.give_back(before)
+            self._buffers[self._target_of(worker, count - 1)].give_back(before)
             self._lent[worker] = None
         start = self._clock()
-        batch, features = self._hand_over(self._queues[worker].get)
+        batch, features = self._hand_over(self._queues[self._target_of(worker, count)][worker].get)
         self.seconds_drafters_waited[worker] += self._clock() - start
-        self._lent[worker] = features
+        self._taken[worker], self._lent[worker] = count + 1, features
         return batch.to(device), send(features.to(dtype), device)
+
+    def _target_of(self, worker: int, count: int) -> int:
+        return self.turns.target_of(self.turns.number(worker, count))
 
     def _hand_over(self, operation: Callable[..., Any], *args: Any) -> Any:
         """Put or get, giving up when the run stops: a dead partner must not leave this thread waiting."""
@@ -214,12 +275,23 @@ class OnlineFeatures:
         raise GateAborted("the run is stopping")
 
 
-def waits(exchange: GradientExchange, online: OnlineFeatures | None) -> dict[str, dict[str, float]]:
-    """Return the seconds that each thread waited, by what for: a drafter for the others and for features, the target
-    for room in the queues."""
+def target_name(target: int) -> str:
+    """Return the name of a target's thread."""
+    return f"target-{target}"
+
+
+def out_of_reach(targets: Iterable[torch.device], drafters: Iterable[torch.device]) -> list[tuple[str, str]]:
+    """Return the GPUs of targets and of drafters between which the driver copies by way of the host's memory."""
+    pairs = sorted({(str(t), str(d)) for t in targets for d in drafters if t != d and t.type == d.type == "cuda"})
+    return [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+
+
+def waits(exchange: Waiting, online: OnlineFeatures | None) -> dict[str, dict[str, float]]:
+    """Return the seconds that each thread waited, by what for: a drafter for the others and for features, a target for
+    room in the queues."""
     found = {name: {"others": seconds} for name, seconds in exchange.seconds_waited().items()}
     if online is not None:
         for reasons, seconds in zip(found.values(), online.seconds_drafters_waited, strict=True):
             reasons["features"] = seconds
-        found["target-0"] = {"room": online.seconds_target_waited}
+        found |= {target_name(t): {"room": seconds} for t, seconds in enumerate(online.seconds_targets_waited)}
     return found

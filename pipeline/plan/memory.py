@@ -5,11 +5,10 @@ from __future__ import annotations
 from dflash.config import DrafterConfig
 from pipeline.plan.costs import KEY_BUCKET, Micro, drafter_parameters
 from pipeline.plan.shapes import TargetShape
+from pipeline.turns import Turns
 
 USABLE = 0.95
 """Of a GPU's memory: the rest is the CUDA context, libraries and what an allocator cannot use."""
-QUEUE = 2
-"""Micro-batches of features that wait for each drafter (pipeline/topology.py)."""
 
 Parts = dict[str, float]
 
@@ -46,13 +45,13 @@ def drafter_memory(
 
 
 def target_memory(
-    drafter: DrafterConfig, target: TargetShape, micro: Micro, *, fed: float, soft: bool = False
+    drafter: DrafterConfig, target: TargetShape, micro: Micro, *, turns: Turns, soft: bool = False
 ) -> Parts:
-    """Return what a target's GPU holds that makes features for `fed` drafters. By formula; not measured."""
+    """Return what a GPU of one of `turns`' targets holds. By formula; not measured."""
     return {
         "the target": 2.0 * target.parameters,
         "its forward": 2.0 * micro.tokens * (2 * target.ffn + 8 * target.hidden),
-        "features that wait": feature_bytes(drafter, micro, soft=soft) * (QUEUE * fed + 1),
+        "features that wait": feature_bytes(drafter, micro, soft=soft) * turns.places(),
     }
 
 

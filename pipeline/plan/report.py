@@ -15,6 +15,7 @@ from pipeline.plan.costs import Micro
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.shapes import TargetShape, drafter_of
 from pipeline.plan.split import Split, Work, best, splits
+from pipeline.turns import Turns
 
 SHOWN_SPLITS = 5
 WORTH = 0.97
@@ -67,8 +68,8 @@ class Plan:
     """That fit, the fastest first; one for each number of targets that have GPUs of their own."""
     today: Split | None
     """The fastest that pipeline/config.py accepts, among those that fit."""
-    step_of_processes: float
-    """Of the placing that would be the best if each GPU had a process of its own."""
+    step_of_processes: float | None
+    """Of the best placing with topology.workers: processes, if one fits."""
     faster_micro: tuple[int, float] | None
     """Another train.micro_batch and what its best placing takes of this one's time."""
     drafter_memory: memory.Parts
@@ -142,7 +143,7 @@ def make_plan(config: RunConfig, target: TargetShape, gpu: Gpu, gpus: int, workl
     usable = memory.USABLE * gpu.memory
     work, found = _placings(config, drafter, target, micro, gpu, gpus)
     on_drafter = memory.drafter_memory(drafter, target, micro, head_rows=_head_rows(config), soft=soft)
-    on_target = memory.target_memory(drafter, target, micro, fed=1, soft=soft)
+    on_target = memory.target_memory(drafter, target, micro, turns=Turns(targets=1, drafters=1), soft=soft)
     if not found:
         need = max(sum(on_drafter.values()), 0.0 if cached else sum(on_target.values()))
         raise ConfigError(
@@ -172,7 +173,7 @@ def make_plan(config: RunConfig, target: TargetShape, gpu: Gpu, gpus: int, workl
         work=work,
         placings=_best_for_each(found, one_process=one_process),
         today=best(runnable, one_process=one_process) if runnable else None,
-        step_of_processes=best(found, one_process=False).step(one_process=False),
+        step_of_processes=min((s.step(one_process=False) for s in found if _for_processes(s)), default=None),
         faster_micro=_faster_micro(config, drafter, target, gpu, gpus, workload, step),
         drafter_memory=on_drafter,
         target_memory={} if cached else on_target,
@@ -234,12 +235,20 @@ def _placings(
     def fits(split: Split) -> bool:
         if not split.targets:
             return held <= usable
-        beside = memory.target_memory(drafter, target, micro, fed=split.drafters / split.targets, soft=soft)
+        turns = Turns(targets=split.targets, drafters=split.drafters)
+        beside = memory.target_memory(drafter, target, micro, turns=turns, soft=soft)
         if split.shared:
             return held + sum(beside.values()) - memory.table_bytes(target) <= usable
         return max(held, sum(beside.values())) <= usable
 
-    return work, [split for split in splits(work, gpus, exchange, cached=cached) if fits(split)]
+    found = splits(work, gpus, exchange, cached=cached)
+    threads = config.topology.workers == "threads"
+    return work, [split for split in found if (threads or _for_processes(split)) and fits(split)]
+
+
+def _for_processes(split: Split) -> bool:
+    """Return whether each drafter's process has a target of its own, as pipeline/config.py demands, or needs none."""
+    return split.targets in (0, split.drafters)
 
 
 def _best_for_each(found: list[Split], *, one_process: bool) -> list[Split]:

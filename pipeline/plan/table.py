@@ -91,9 +91,9 @@ def _today(plan: Plan) -> str:
 def _notes(plan: Plan) -> list[str]:
     notes = []
     work = plan.work
-    if plan.one_process and plan.step_of_processes < WORTH * plan.step:
+    if plan.one_process and plan.step_of_processes is not None and plan.step_of_processes < WORTH * plan.step:
         apart = _ms(plan.step_of_processes)
-        notes.append(f"with a process for each GPU, which is not there yet, a step would take {apart}")
+        notes.append(f"with topology.workers=processes a step would take {apart}")
     if plan.faster_micro:
         rows, share = plan.faster_micro
         notes.append(f"train.micro_batch={rows} would take {share:.0%} of a step's time")

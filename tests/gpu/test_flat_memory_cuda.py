@@ -132,9 +132,9 @@ def test_beside_a_target_that_runs_ahead_the_gate_finds_the_memory_flat_and_a_le
     It stands before the fixture's tests: a process has one gate at a time.
     """
     loop = Loop(True, workers=2)
-    online = OnlineFeatures(loop.forward, loop.gate, 1, shapes=[(loop.config.train.micro_batch, BUCKET)])
-    stream = ((0, micro) for number in range(10_000) for micro in loop.micro_batches(number))
-    thread = threading.Thread(target=online.work, args=("target-0", stream), daemon=True)
+    online = OnlineFeatures([loop.forward], loop.gate, 1, shapes=[(loop.config.train.micro_batch, BUCKET)])
+    stream = (micro for number in range(10_000) for micro in loop.micro_batches(number))
+    thread = threading.Thread(target=online.work, args=(0, stream), daemon=True)
     thread.start()
     kept: list[Tensor] = []
 

@@ -75,6 +75,7 @@ def command(bench: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("drafter.mask_token_id=-1", "drafter.mask_token_id"),
         ("topology.drafters=[cpu, cpu, cpu]", "4 micro-batches do not divide among 3 drafters"),
         ("topology.drafters=[gpu]", "topology.drafters"),
+        ("topology.targets=[cpu, cpu]", "topology: targets names cpu more than once"),
         ("nothing", "is not section.field=value"),
     ],
 )
@@ -131,9 +132,17 @@ def test_taps_that_the_target_does_not_have_are_refused(command: CommandLine) ->
     assert line.startswith("drafter.target_layer_ids: a target of 4 layers has no 40 evenly spread taps")
 
 
-def test_a_gpu_that_is_not_there_is_refused(command: CommandLine) -> None:
-    line = command.refuses("topology.drafters=[cpu, cuda:99]")
-    assert line.startswith("topology.drafters: cuda:99 does not exist, this machine has ")
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("drafters", ["topology.drafters=[cpu, cuda:99]"]),
+        ("targets", ["topology.targets=[cuda:99]"]),
+        ("targets", ["topology.targets=[cpu, cuda:99]", "data.features=online"]),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(command: CommandLine, field: str, overrides: list[str]) -> None:
+    line = command.refuses(*overrides)
+    assert line.startswith(f"topology.{field}: cuda:99 does not exist, this machine has ")
 
 
 def test_a_missing_target_folder_is_named(command: CommandLine) -> None:

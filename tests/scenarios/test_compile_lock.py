@@ -15,6 +15,8 @@ from filelock import FileLock
 
 from pipeline import compile_lock
 from pipeline.compile_lock import compiling
+from pipeline.launch import launch
+from tests.tiny_run import TinyRun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,3 +103,44 @@ def test_processes_started_together_compile_once_and_the_rest_load_it(tmp_path: 
         results.append(json.loads(out.splitlines()[-1]))
     assert sorted(r["backward"] for r in results) == [0, 0, 1]
     assert sum(bool(r["lines"]) for r in results) >= 1
+
+
+# As `python -m pipeline`; a rank that has the key waits until the other one wants it, and notes how long it held it.
+NOTING = """
+import os, sys, time
+from contextlib import contextmanager
+from pathlib import Path
+from pipeline import train
+from pipeline.__main__ import _leave, main
+
+whole, notes, rank = train.compiling, Path(os.environ["NOTES"]), os.environ["RANK"]
+@contextmanager
+def noting(*given):
+    (notes / f"{rank}-came").touch()
+    with whole(*given):
+        while len(list(notes.glob("*-came"))) < 2:
+            time.sleep(0.02)
+        begin = time.time()
+        yield
+        (notes / rank).write_text(f"{begin} {time.time()}")
+train.compiling = noting
+_leave(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_training_hold_their_key_one_after_the_other(
+    bench: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each until it is warm; the first collective comes when all are, so that waiting for the key blocks nobody."""
+    given = ("train.steps=2", "topology.drafters=[cpu, cpu]", "topology.workers=processes")
+    run = bench.go(*given, stages=("cache",))
+    notes, script = tmp_path / "notes", tmp_path / "pipeline_rank.py"
+    notes.mkdir()
+    script.write_text(NOTING)
+    key = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "key" / "inductor")}
+    for name, value in {**key, "NOTES": str(notes), "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    assert launch(run, command=(sys.executable, str(script)))["steps"] == 2
+    (_, end), (begin, _) = sorted([*map(float, (notes / str(rank)).read_text().split())] for rank in range(2))
+    assert end <= begin

@@ -27,8 +27,8 @@ from tests.engine_tools import DOCKER
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "env" / "launch"
-SLURM, KUBERNETES, SKYPILOT = (FOLDER / name for name in ("slurm.sbatch", "kubernetes.yaml", "skypilot.yaml"))
-RECIPES = (SLURM, KUBERNETES, SKYPILOT)
+NAMES = ("slurm.sbatch", "slurm-hosts.sbatch", "kubernetes.yaml", "skypilot.yaml")
+SLURM, HOSTS, KUBERNETES, SKYPILOT = RECIPES = tuple(FOLDER / name for name in NAMES)
 ROOTLESS = Engine(name="podman", why="", facts=HostFacts(rootless=True))
 IN_CONTAINER = ("/cache", "/runs", "/tmp", "/dev/shm", "/dev/null", f"/{START}")
 _HOST = re.compile(r"\b[a-z0-9-]+(?:\.[a-z0-9-]+)*\.(?:ai|app|cloud|com|cr|de|dev|eu|io|net|org|sh)\b", re.I)
@@ -85,15 +85,17 @@ def test_a_host_or_a_path_would_be_found(line: str) -> None:
 def test_the_shell_parts_parse(tmp_path: Path) -> None:
     run = tmp_path / "run.sh"
     run.write_text(skypilot()["run"])
-    for script in (SLURM, run):
+    for script in (SLURM, HOSTS, run):
         assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
 
 
-@pytest.mark.parametrize(("engine", "path"), [(DOCKER, SLURM), (ROOTLESS, SLURM), (DOCKER, SKYPILOT)])
+@pytest.mark.parametrize(
+    ("engine", "path"), [(DOCKER, SLURM), (ROOTLESS, SLURM), (DOCKER, HOSTS), (ROOTLESS, HOSTS), (DOCKER, SKYPILOT)]
+)
 def test_containers_are_started_as_the_tasks_start_them(engine: Engine, path: Path, tmp_path: Path) -> None:
     """Read-only root, no privileges, shared memory (pytorch#5040), GPUs: whatever env/image.py asks for."""
     text = path.read_text()
-    if path == SLURM:  # the flags for GPUs are put together there; a test of their own starts the script
+    if path in (SLURM, HOSTS):  # the flags for GPUs are put together there; tests of their own start the scripts
         text += "--gpus=all --device=nvidia.com/gpu=all"
     missing = [flag for flag in flags(engine, tmp_path) if flag not in text]
     assert missing == [] and "--read-only" in flags(engine, tmp_path)
@@ -142,12 +144,13 @@ def test_exit_codes_mean_to_the_scheduler_what_they_mean_to_us() -> None:
 def _slurm(tmp_path: Path, step: str, *, script: Path = SLURM, **variables: str) -> subprocess.Popen[str]:
     """Start the batch script with an srun that runs Python code `step`, and a scontrol that writes down its words."""
     tools = tmp_path / "bin"
-    tools.mkdir()
+    tools.mkdir(exist_ok=True)
     (tools / "srun").write_text(f"#!{sys.executable}\nimport sys, signal, time\n{step}\n")
     (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/scontrol.txt\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
     environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "DFLASH_IMAGE": "image"}
+    environ |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
     environ |= {"DFLASH_CACHE": f"{tmp_path}/cache", "DFLASH_SHARED": f"{tmp_path}/shared", **variables}
     command = ["bash", str(script), "train.steps=9"]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -217,3 +220,152 @@ def test_a_slurm_job_without_a_shared_folder_or_with_an_unknown_engine_says_so(t
     job = _slurm(tmp_path / "other", "", DFLASH_ENGINE="rkt")
     assert job.communicate(timeout=60)[1] == "DFLASH_ENGINE is rkt: docker, podman or apptainer\n"
     assert job.returncode == 2
+
+
+# An srun that runs its step here as on a node whose share of the GPUs is {gpus}, and an engine that runs the step's
+# part: the cache stage names the run, torchrun ends with 1 whatever happens.
+_SRUN = """
+import os
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    words.pop(0)
+os.environ["SLURM_STEP_GPUS"] = {gpus!r}
+print("srun", *sys.argv[1:][:2], flush=True)
+os.execvp(words[0], words)
+"""
+_ENGINE = """
+import os
+words = sys.argv
+stage = next((w for w in words if w.startswith("--stage")), "ranks")
+environ = [f"{{n}}={{v}}" for n, v in os.environ.items() if n.startswith("APPTAINERENV_")]
+print("words", *words, *environ, flush=True)
+if stage == "--stage=cache":
+    print("run ../runs/tiny-0000", flush=True)
+if stage == "ranks":
+    os.makedirs({runs!r} + "/tiny-0000", exist_ok=True)
+    def state(name):
+        with open({runs!r} + "/tiny-0000/stages.json", "w") as file:
+            file.write('{{"name": "train",\\n"state": "' + name + '"}}')
+    {ranks}
+"""
+
+
+def _several_hosts(tmp_path: Path, ranks: str, *, gpus: str = "2,5", **variables: str) -> subprocess.Popen[str]:
+    """Start the recipe for several hosts; its ranks are the Python code `ranks`, in which state(name) notes the stage's
+    in stages.json."""
+    runs = tmp_path / "shared" / "runs"
+    runs.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    for name in ("podman", "docker", "apptainer"):
+        code = _ENGINE.format(runs=str(runs), ranks=ranks)
+        (tmp_path / "bin" / name).write_text(f"#!{sys.executable}\nimport sys, signal, time\n{code}")
+    given = {"DFLASH_CONFIG": "/runs/mine.yaml", "SLURM_JOB_GPUS": "7", **variables}
+    return _slurm(tmp_path, _SRUN.format(gpus=gpus), script=HOSTS, **given)
+
+
+def _until(job: subprocess.Popen[str], word: str) -> None:
+    assert job.stdout is not None
+    assert any(word in line for line in job.stdout), "it never came"
+
+
+@pytest.mark.parametrize(("code", "state", "expected"), [(0, "done", 0), (1, "failed", 1), (1, "interrupted", 5)])
+def test_a_slurm_job_of_several_hosts_runs_ranks_between_two_stages_of_one(
+    code: int, state: str, expected: int, tmp_path: Path
+) -> None:
+    job = _several_hosts(tmp_path, f"state({state!r}); sys.exit({code})")
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (expected, "")
+    assert re.findall("srun (.*)", out) == ["--nodes=1 --ntasks=1", "--ntasks-per-node=1 bash"] + (
+        ["--nodes=1 --ntasks=1"] if code == 0 else []
+    )
+    _, ranks, *verify = re.findall("words (.*)", out)
+    assert "/podman run " in ranks and "--network=host" in ranks and ranks.endswith("-m pipeline rank tiny-0000")
+    assert "--nnodes=2 --nproc-per-node=4 --rdzv-id=77" in ranks
+    assert [line.endswith("train --config /runs/mine.yaml --stage=verify train.steps=9") for line in verify] == (
+        [True] if code == 0 else []
+    )
+    assert not (tmp_path / "scontrol.txt").exists() or "requeue" not in (tmp_path / "scontrol.txt").read_text()
+    assert not list((tmp_path / "shared" / "runs").glob(".slurm-*"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "flags"),
+    [
+        ("docker", "2,5", ['--gpus="device=2,5"']),
+        ("podman", "2,5", ["--device=nvidia.com/gpu=2", "--device=nvidia.com/gpu=5"]),
+        ("apptainer", "2,5", ["APPTAINERENV_CUDA_VISIBLE_DEVICES=0,1", "APPTAINERENV_HF_TOKEN=secret"]),
+    ],
+)
+def test_each_node_of_several_gives_its_own_share_of_the_gpus(
+    engine: str, gpus: str, flags: list[str], tmp_path: Path
+) -> None:
+    """The job's variable is the first node's, and all GPUs of a node are also another job's."""
+    given = {"DFLASH_ENGINE": engine, "CUDA_VISIBLE_DEVICES": "0,1", "HF_TOKEN": "secret"}
+    out, err = _several_hosts(tmp_path, "", gpus=gpus, **given).communicate(timeout=60)
+    starts = ("--gpus", "--device", "APPTAINERENV")
+    lines = re.findall("words (.*)", out)
+    assert err == "" and len(lines) == 3
+    switch = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    passed = f"APPTAINERENV_{switch}=1" if engine == "apptainer" else f"--env={switch}"
+    for line in lines:
+        assert passed in line.split()  # the ranks refuse torchrun's shared store
+        assert sorted(word for word in line.split() if word.startswith(starts) and word != passed) == sorted(flags)
+        assert "secret" not in line or engine == "apptainer"
+        assert engine != "apptainer" or f"--bind {tmp_path}/cache/tmp:/tmp " in line
+
+
+def test_a_step_that_was_given_no_gpus_of_the_jobs_says_so_and_nothing_runs(tmp_path: Path) -> None:
+    job = _several_hosts(tmp_path, "", gpus="")
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 2 and "words" not in out
+    assert err.endswith(": Slurm gave the job GPUs and this step none (SLURM_STEP_GPUS)\n")
+
+
+_SAVES = (
+    "state('running'); signal.signal(signal.SIGTERM, lambda *_: (state({!r}), sys.exit(1))); print('up', flush=True)"
+)
+"""Ranks that torchrun ends with 1, saved or killed while they save."""
+
+
+@pytest.mark.parametrize("state", ["interrupted", "running"])
+def test_near_the_time_limit_the_ranks_save_and_the_job_is_queued_again(state: str, tmp_path: Path) -> None:
+    """Also when torchrun killed them after its 30 seconds: they go on from the checkpoint before."""
+    job = _several_hosts(tmp_path, f"{_SAVES.format(state)}; time.sleep(30)")
+    _until(job, "up")
+    job.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@300, to the shell alone
+    job.communicate(timeout=20)
+    assert job.returncode == 5
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 77\n"
+
+
+def test_a_failure_near_the_time_limit_is_not_queued_again(tmp_path: Path) -> None:
+    job = _several_hosts(tmp_path, f"{_SAVES.format('failed')}; time.sleep(30)")
+    _until(job, "up")
+    job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=20)
+    assert job.returncode == 1 and "requeue" not in (tmp_path / "scontrol.txt").read_text()
+
+
+@pytest.mark.parametrize(("state", "code"), [("interrupted", 5), ("running", 1)])
+def test_a_job_of_several_hosts_that_is_cancelled_or_preempted_outlives_its_ranks_and_queues_nothing(
+    state: str, code: int, tmp_path: Path
+) -> None:
+    """After a preemption Slurm does it, and twice would be two jobs on one run."""
+    job = _several_hosts(tmp_path, f"state({state!r}); print('up', flush=True); time.sleep(1.5); sys.exit(1)")
+    _until(job, "up")
+    time.sleep(0.2)
+    job.send_signal(signal.SIGTERM)  # to the shell; the ranks were signalled by Slurm
+    job.communicate(timeout=60)
+    assert job.returncode == code
+    assert "requeue" not in (tmp_path / "scontrol.txt").read_text()
+
+
+def test_a_time_limit_between_two_steps_starts_no_further_one(tmp_path: Path) -> None:
+    """The signal comes while a step that had no more to save ends well."""
+    ends = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); time.sleep(30)"
+    job = _several_hosts(tmp_path, ends)
+    _until(job, "up")
+    job.send_signal(signal.SIGUSR1)
+    out, _ = job.communicate(timeout=20)
+    assert job.returncode == 5 and "--stage=verify" not in out
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 77\n"

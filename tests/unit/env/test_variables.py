@@ -38,7 +38,8 @@ def test_a_leftover_variable_is_found(name: str, value: str, level: str) -> None
 def test_our_own_cache_variables_empty_ones_and_harmless_ones_are_no_leftovers(tmp_path: Path) -> None:
     harmless = {"TORCH_LOGS": "recompiles", "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO"}
     ours = {**environment_for_compile(tmp_path), "DFLASH_RUNS": "/runs"}
-    assert check_variables({**ours, **harmless, "PYTHONPATH": "", "TRITON_INTERPRET": ""}) == []
+    torchruns = {"TORCHELASTIC_RUN_ID": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    assert check_variables({**ours, **harmless, **torchruns, "PYTHONPATH": "", "TRITON_INTERPRET": ""}) == []
 
 
 def test_a_library_path_is_named_for_the_libraries_that_are_in_it(tmp_path: Path) -> None:

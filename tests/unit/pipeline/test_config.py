@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config import DataConfig, RunConfig, load_config
+from pipeline.config import DataConfig, RunConfig, TopologyConfig, load_config
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,7 +84,12 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("train.betas=[0.9, 1]", "train: betas [0.9, 1.0] must be at least 0 and below 1"),
         ("topology.drafters=[gpu, cpu]", "topology.drafters.0: 'gpu' is no device: name cpu, or cuda:0"),
         ("topology.drafters=[]", "topology.drafters"),
-        ("topology.targets=[cpu, cpu]", "topology.targets"),
+        (
+            'topology.targets=["cuda:0", "cuda:1", "cuda:0"]',
+            "topology: targets names cuda:0 more than once, and a second copy there would only cost memory",
+        ),
+        ("topology.targets=[]", "topology.targets: must not be empty"),
+        ('topology.targets=["cuda:00"]', "topology.targets.0: 'cuda:00' is no device: name cpu, or cuda:0"),
         ("seed=-1", "seed"),
         ("data.buckets=[256, 128]", "data: buckets [256, 128] must be positive and ascending"),
         ("target.revision=12345", "target.revision: must be text, got 12345. Put it in quotes."),
@@ -120,6 +125,15 @@ def test_an_override_that_cannot_be_used_is_quoted(override: str, expected: str)
 def test_drafters_that_would_get_no_micro_batch_are_refused() -> None:
     text = _complaint(QUICKSTART, "train.batch_size=2")
     assert "train.batch_size / train.micro_batch = 1 micro-batches do not divide among 2 drafters" in text
+
+
+def test_any_number_of_targets_is_taken_and_a_drafters_device_may_be_named_again() -> None:
+    online, targets = "data.features=online", 'topology.targets=["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4"]'
+    config = load_config(QUICKSTART, [online, targets, 'topology.drafters=["cuda:5", "cuda:5"]'])
+    assert config.topology.targets == tuple(f"cuda:{i}" for i in range(5))
+    assert config.topology.drafters == ("cuda:5", "cuda:5")
+    text = _complaint(QUICKSTART, "data.features=cached", 'topology.targets=["cuda:0", "cuda:1"]')
+    assert "data.features cached are made by one target, and topology.targets are cuda:0, cuda:1: name one" in text
 
 
 def test_overrides_reach_sections_lists_and_sections_that_the_file_leaves_out() -> None:
@@ -251,3 +265,40 @@ def test_aliases_of_aliases_are_refused_before_they_grow(tmp_path: Path) -> None
 )
 def test_values_that_would_be_ignored_or_fail_late_are_refused(override: str, expected: str) -> None:
     assert expected in _complaint(QUICKSTART, override)
+
+
+@pytest.mark.parametrize("drafters", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"]])
+def test_processes_with_one_gpu_among_them_are_refused_and_threads_are_not(drafters: list[str]) -> None:
+    """NCCL refuses two ranks on one GPU, and says so only when all have compiled."""
+    with pytest.raises(ValidationError, match="with workers processes each needs a GPU of its own"):
+        TopologyConfig(drafters=tuple(drafters), workers="processes")
+    TopologyConfig(drafters=tuple(drafters))
+    TopologyConfig(drafters=("cuda:0", "cuda:1"), workers="processes")
+    TopologyConfig(drafters=("cpu", "cpu"), workers="processes")
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafters"),
+    [(5, 3), (1, 2), (3, 2)],
+)
+def test_processes_that_would_share_a_target_or_leave_one_idle_are_refused_and_threads_are_not(
+    targets: int, drafters: int
+) -> None:
+    """A process's target is its own: a further one would never run, and a missing one be a second copy unseen."""
+    homes = f"topology.targets={[f'cuda:{i}' for i in range(targets)]}"
+    workers = f"topology.drafters={[f'cuda:{5 + i}' for i in range(drafters)]}"
+    given = [homes, workers, "data.features=online", "train.batch_size=12", "train.micro_batch=2"]
+    assert load_config(QUICKSTART, given).topology.workers == "threads"
+    text = _complaint(QUICKSTART, *given, "topology.workers=processes")
+    assert f"topology.targets names {targets}, topology.drafters {drafters}: of processes with features online" in text
+    assert f"so name {drafters}" in text
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda:1"])
+def test_every_process_may_have_its_copy_of_the_target_on_one_device_if_that_is_said(home: str) -> None:
+    """Two copies on a GPU are named twice, so that their memory is no surprise."""
+    drafters = ["cuda:2", "cuda:3"] if home != "cpu" else ["cpu", "cpu"]
+    given = ["data.features=online", f"topology.targets=[{home}, {home}]", f"topology.drafters={drafters}"]
+    config = load_config(QUICKSTART, [*given, "topology.workers=processes"])
+    assert config.topology.targets == (home, home)
+    assert f"targets names {home} more than once" in _complaint(QUICKSTART, *given)

@@ -194,9 +194,22 @@ def test_without_cuda_graphs_python_of_the_one_process_limits_small_micro_batche
     assert "Python" in plan.limit and plan.step > 4 * paper().step
     assert plan.faster_micro is not None and plan.faster_micro[0] > 1 and plan.faster_micro[1] < 0.5
     notes = [text for what, text in lines(plan) if what == "note"]
-    assert plan.step_of_processes == pytest.approx(paper().step)
+    assert plan.step_of_processes is not None and plan.step_of_processes == pytest.approx(paper().step)
     assert any(note.endswith(f"a step would take {1e3 * plan.step_of_processes:,.0f} ms") for note in notes)
     assert any(f"train.micro_batch={plan.faster_micro[0]} " in note for note in notes)
+
+
+def test_of_processes_only_placings_with_a_target_for_each_are_there() -> None:
+    """As pipeline/config.py demands; of threads any number of targets is one."""
+    own = "topology.targets=[cpu]", "topology.drafters=[cpu]"
+    processes, threads = (paper(f"topology.workers={kind}", *own) for kind in ("processes", "threads"))
+    assert {(s.targets, s.drafters) for s in processes.placings} == {(8, 8), (4, 4), (2, 2), (1, 1)}
+    assert any(s.targets != s.drafters for s in threads.placings)
+    assert processes.step == processes.step_of_processes == threads.step_of_processes
+    assert processes.today == processes.placings[0]
+    config = load_config(PRESET, [*PAPER, *own, "topology.workers=processes"])
+    assert not runs_today(config, split_of(WORK, 1, 2, 0.0, shared=False))
+    assert runs_today(config, split_of(WORK, 2, 2, 0.0, shared=False))
 
 
 def test_cached_features_need_no_target_beside_and_count_their_disk_and_making() -> None:

@@ -22,7 +22,7 @@ from pipeline.data import data_key, prompt_len
 from pipeline.errors import ConfigError
 from pipeline.rendering import make_sample, render_prompt
 from pipeline.replica import Borrowed, Replica, warm_batches
-from pipeline.train import Trainer
+from pipeline.sessions import contract_of
 from tests.drafters import drafter_config, random_drafter
 from tests.tiny import CHATML, EOS_ID, tiny_model, tiny_tokenizer
 from tests.tiny_run import made_up_samples, tiny_config
@@ -184,7 +184,7 @@ def _contract(**changes: Any) -> dict[str, Any]:
     data = SimpleNamespace(
         drafter=drafter_config(**changes), target=SimpleNamespace(identity="target"), answers_key="answers"
     )
-    return Trainer.contract(cast(Trainer, SimpleNamespace(data=data, config=tiny_config())))
+    return contract_of(tiny_config(), cast(Any, data))
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ LAYERS = (1, 3)
 def _online(num_workers: int, depth: int = 2, target: Any = None) -> OnlineFeatures:
     gate = CompileGate(workers=num_workers, backend="aot_eager")
     forward = TargetForward(target or tiny_model(), LAYERS, final_state=False, packed=False)
-    return OnlineFeatures(forward, gate, num_workers, depth=depth)
+    return OnlineFeatures([forward], gate, num_workers, depth=depth)
 
 
 def test_online_features_are_those_of_the_target_in_the_order_of_use() -> None:
@@ -273,10 +273,7 @@ def test_online_features_are_those_of_the_target_in_the_order_of_use() -> None:
         assert [got.indices for got, _ in taken] == [batch.indices for batch in batches[worker::2]]
         return [features for _, features in taken]
 
-    stream = [(i % 2, batch) for i, batch in enumerate(batches)]
-    first, second, ended = _in_threads(
-        lambda: drafter(0), lambda: drafter(1), lambda: online.work("target-0", iter(stream))
-    )
+    first, second, ended = _in_threads(lambda: drafter(0), lambda: drafter(1), lambda: online.work(0, batches))
     assert ended is None
     for worker, got in enumerate((first, second)):
         expected = [extract_features(target, b.tokens_bS, LAYERS) for b in batches[worker::2]]
@@ -288,10 +285,10 @@ def test_online_features_are_those_of_the_target_in_the_order_of_use() -> None:
 def test_the_target_runs_only_as_far_ahead_as_the_queue_is_deep() -> None:
     taken = []
 
-    def stream() -> Iterator[tuple[int, MicroBatch]]:
+    def stream() -> Iterator[MicroBatch]:
         for number, batch in enumerate(_micro_batches(8)):
             taken.append(number)
-            yield 0, batch
+            yield batch
 
     online = _online(1, depth=2)
 
@@ -302,7 +299,7 @@ def test_the_target_runs_only_as_far_ahead_as_the_queue_is_deep() -> None:
         time.sleep(0.3)  # time enough to run further ahead
         online.stopping.set()
 
-    _in_threads(lambda: online.work("target-0", stream()), stop_later)
+    _in_threads(lambda: online.work(0, stream()), stop_later)
     assert taken == [0, 1, 2]  # two in the queue, one that waits for room
 
 
@@ -313,7 +310,7 @@ def test_a_target_that_waits_for_room_stops_when_asked_and_that_is_no_failure() 
         time.sleep(0.5)
         online.stopping.set()
 
-    ended, _ = _in_threads(lambda: online.work("target-0", ((0, batch) for batch in _micro_batches(5))), stop_later)
+    ended, _ = _in_threads(lambda: online.work(0, _micro_batches(5)), stop_later)
     assert ended is None
 
 
@@ -331,14 +328,13 @@ def test_a_drafter_that_waits_for_features_ends_when_the_target_is_gone() -> Non
 
 def test_features_stay_as_they_are_until_the_worker_asks_for_the_next_and_come_in_the_same_tensors() -> None:
     online, batches = _online(1, depth=1), _micro_batches(8)
-    stream = ((0, batch) for batch in batches)
-    thread = threading.Thread(target=online.work, args=("target-0", stream), daemon=True)
+    thread = threading.Thread(target=online.work, args=(0, batches), daemon=True)
     thread.start()
     places = set()
     for batch in batches:
         _, features = online.take(0, CPU, torch.float32)
         time.sleep(0.05)  # the target goes as far ahead as it may
-        assert torch.equal(features, target_features(online._forward.target, batch, LAYERS, False))
+        assert torch.equal(features, target_features(online._forwards[0].target, batch, LAYERS, False))
         places.add(features.data_ptr())
     thread.join(DEADLINE_SECONDS)
     assert len(places) <= 3  # lent, waiting, being made
@@ -373,6 +369,6 @@ def test_waits_are_told_by_thread_and_reason_and_in_the_clocks_seconds() -> None
             reasons == {"others": each} or (each is None and reasons["others"] > 0) for reasons in found.values()
         )
     online = _online(2)
-    online.seconds_drafters_waited, online.seconds_target_waited = [1.0, 2.0], 4.0
+    online.seconds_drafters_waited, online.seconds_targets_waited = [1.0, 2.0], [4.0]
     assert [found["features"] for name, found in waits(exchange, online).items() if name != "target-0"] == [1.0, 2.0]
     assert waits(exchange, online)["target-0"] == {"room": 4.0}

@@ -1,0 +1,154 @@
+"""Gradients between processes, one drafter each: what pipeline/topology.py's GradientExchange is between threads.
+
+Sums are made as threads make them, rank by rank in ascending order, so n processes train to the bits of n threads
+whatever the backend and the hosts are: each rank gets every other's n-th part of the gradients, adds them up, and all
+get the parts back. That moves as many bytes as the ring of an all-reduce, whose order is its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash.compile import GateAborted
+from pipeline.ranks import Ranks
+from pipeline.replica import Replica
+from pipeline.topology import Clock
+
+CHUNK_BYTES = 64 * 2**20
+"""Of gradients that are sent at once; the received parts need as much memory."""
+ALIGNED = 16
+"""Elements: each gradient begins at a multiple of 64 bytes, as one that was allocated by itself."""
+
+
+class RankExchange:
+    """One replica's side of the exchange. Made before the warm-up: it lays the replica's gradients into one tensor, and
+    recorded steps write to where they find them. Everything else only after `join`, in one thread."""
+
+    def __init__(self, ranks: Ranks, replica: Replica, clock: Clock = time.perf_counter) -> None:
+        self._ranks, self._replica, self._clock = ranks, replica, clock
+        self._seconds = 0.0
+        self._pending: tuple[Tensor, Any] | None = None
+        masters = replica.optimizer.masters
+        places, end = [], 0
+        for master in masters:
+            places.append(end)
+            end += -(-master.numel() // ALIGNED) * ALIGNED
+        whole = ranks.world * ALIGNED
+        self._flat = torch.zeros(-(-end // whole) * whole, device=replica.device)
+        self._views = [self._flat[at : at + m.numel()].view(m.shape) for at, m in zip(places, masters, strict=True)]
+        for master, view in zip(masters, self._views, strict=True):
+            master.grad = view
+        size = max(whole, CHUNK_BYTES // 4 // whole * whole)
+        self._chunks = list(self._flat.split(size))
+        self._received = torch.empty_like(self._chunks[0])
+
+    def join(self) -> None:
+        """Wait until all ranks are warm, and connect them."""
+        with self._together():
+            self._ranks.join(self._replica.device)
+
+    def wait(self) -> None:
+        """There are no other threads here to wait for."""
+
+    def abort(self) -> None:
+        """The others learn of a failure by the store (pipeline/ranks.py)."""
+
+    def seconds_waited(self) -> dict[str, float]:
+        """Return how long this rank's thread waited for the others, sending included. A GPU that waits inside NCCL's
+        kernels is not seen here."""
+        return {self._replica.name: self._seconds}
+
+    def total(self, index: int, sums: Tensor) -> Tensor:
+        """Add up all ranks' gradients in place, and return the total of their loss sums. Every rank calls it once a
+        step, also one that had nothing to learn from; index is 0."""
+        _ = self._replica.optimizer.gradients  # zeroed now if the step had no micro-batch
+        with self._together():
+            for chunk in self._chunks:
+                received = self._received[: chunk.numel()]
+                dist.all_to_all_single(received, chunk)
+                mine, *others = received.view(self._ranks.world, -1)
+                for other in others:
+                    mine += other
+                dist.all_gather_into_tensor(chunk, mine)
+            every = sums.new_empty(self._ranks.world, sums.numel())
+            dist.all_gather_into_tensor(every.view(-1), sums)
+        return every.sum(0)
+
+    def agreed(self, stop: bool) -> bool:
+        """Return whether to stop after this step, on all ranks the same: whether any was asked one step earlier.
+
+        What is asked now is told at the next call, so nobody waits for the answer; and no rank's Python runs further
+        ahead of another's.
+        """
+        before = self._pending
+        asked = torch.tensor([float(stop)])
+        with self._together():
+            self._pending = asked, dist.all_reduce(asked, op=dist.ReduceOp.MAX, async_op=True)
+            if before is None:
+                return False
+            before[1].wait()
+        return bool(before[0])
+
+    def settle(self) -> None:
+        """Wait until all ranks are here."""
+        with self._together():
+            dist.all_reduce(torch.zeros(1))
+
+    def summed(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums of all ranks' counts of the same names; whole numbers stay whole."""
+        values = torch.tensor([float(value) for value in counts.values()], dtype=torch.float64)
+        with self._together():
+            dist.all_reduce(values)
+        given = zip(counts.items(), values.tolist(), strict=True)
+        return {name: int(total) if isinstance(value, int) else total for (name, value), total in given}
+
+    def gathered(self, part: Any) -> list[Any]:
+        """Return every rank's `part`, in their order."""
+        parts = [None] * self._ranks.world
+        with self._together():
+            dist.all_gather_object(parts, part)
+        return parts
+
+    @torch.no_grad()
+    def equal(self) -> bool:
+        """Return whether all ranks hold the same float32 weights, bit for bit, on every rank. The gradients must be
+        those of a step that is over: their place is used, and left at zero."""
+        same = True
+        torch._foreach_copy_(self._views, [master.detach() for master in self._replica.optimizer.masters])
+        with self._together():
+            for chunk in self._chunks:
+                first = self._received[: chunk.numel()].copy_(chunk)
+                dist.broadcast(first, src=0)
+                same = same and torch.equal(first, chunk)
+        self._flat.zero_()
+        return self.summed({"different": int(not same)})["different"] == 0
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Count the seconds; what fails because a partner is gone, or cannot be reached, says only that.
+
+        This GPU's own errors show themselves at its next call, whatever that is: here as a rule.
+        """
+        start = self._clock()
+        try:
+            yield
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:
+            text = " ".join(str(error).split())[:400]
+            raise GateAborted(f"another rank is gone, or the way to it ({text})") from error
+        self._seconds += self._clock() - start
+
+    def close(self) -> None:
+        """Take the last answer, which nobody asked for, and leave the group."""
+        with self._together():
+            if self._pending is not None:
+                self._pending[1].wait()
+            self._ranks.leave()
