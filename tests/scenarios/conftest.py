@@ -1,4 +1,4 @@
-"""One tiny target with its answers and features for all scenarios; every run gets a folder of its own."""
+"""One tiny target with its answers and features for the scenarios of a file; every run gets a folder of its own."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> MakeBench:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_bench(make_bench: MakeBench) -> TinyRun:
+    """Of one file: which files share a process, and in which order, is chance with `invoke test --jobs`."""
     return make_bench()
 
 
