@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.header import header
+from benchmarks.header import ROOT, header
 from dflash.acceptance import pooled_tau
 from dflash.checkpoint import load_drafter
 from dflash.compile.counters import disk_counts
@@ -46,7 +46,6 @@ from pipeline.static_decode import StaticDecoder
 from pipeline.static_speculation import StaticSpeculator
 from pipeline.targets import TargetFolder, load_target, load_tokenizer, resolve_target, target_config
 
-ROOT = Path(__file__).resolve().parent.parent
 RUN_SETS = ("held_out", "out_of_domain")
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.header import header
+from benchmarks.header import ROOT, header
 from dflash.compile import CompileGate, CompileMiss
 from dflash.errors import DFlashError
 from dflash.model import DFlashDraftModel
@@ -47,7 +47,6 @@ from pipeline.static_decode import StaticDecoder
 from pipeline.target_forward import TargetForward, recorded_shapes
 from pipeline.targets import load_target, load_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 LAST = 100
 """Steps at the end whose mean is compared."""
 CHANGED = 1e-4

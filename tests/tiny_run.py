@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import Tensor
 
 from dflash.config import DrafterConfig
 from pipeline import commands
+from pipeline.checkpoints import latest_checkpoint, load_checkpoint
 from pipeline.config import RunConfig, load_config
+from pipeline.metrics import read
 from pipeline.rendering import Sample, make_sample
 from pipeline.runs import Run
 from tests.tiny import MASK_ID, tiny_target
@@ -129,6 +132,27 @@ class TinyRun:
                 **how,
             )
         return self.run(*overrides)
+
+
+def logged_losses(run: Run) -> list[float]:
+    """Return the logged losses, in the order of their steps."""
+    return [record["loss"] for record in read(run.metrics_path)]
+
+
+def saved_weights(run: Run) -> dict[str, Tensor]:
+    """Return the weights of the latest checkpoint."""
+    return _latest(run)["weights"]
+
+
+def saved_tensors(run: Run) -> dict[str, Tensor]:
+    """Return all tensors of the latest checkpoint, the optimizer's too, by file and name."""
+    return {f"{stem}.{name}": tensor for stem, named in _latest(run).items() for name, tensor in named.items()}
+
+
+def _latest(run: Run) -> dict[str, dict[str, Tensor]]:
+    path = latest_checkpoint(run.checkpoints_dir, print)
+    assert path is not None
+    return load_checkpoint(path).tensors
 
 
 def tiny_drafter(**changes: Any) -> DrafterConfig:

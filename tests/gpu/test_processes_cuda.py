@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pipeline import cache
-from pipeline.checkpoints import latest_checkpoint, load_checkpoint
+from pipeline.checkpoints import latest_checkpoint
 from pipeline.gates import memory_flat, no_compiles_after_warmup, no_eager_bodies, replicas_equal
 from pipeline.launch import launch
 from pipeline.metrics import read
 from pipeline.ranks import RankLost
 from pipeline.runs import Run
-from tests.tiny_run import TinyRun
+from tests.tiny_run import TinyRun, logged_losses, saved_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,16 +54,6 @@ def _trained(bench: TinyRun, *overrides: str) -> Run:
     return bench.go(*SETTINGS, *overrides, stages=("cache", "train"))
 
 
-def _losses(run: Run) -> list[float]:
-    return [record["loss"] for record in read(run.metrics_path)]
-
-
-def _weights(run: Run) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run.checkpoints_dir, print)
-    assert path is not None
-    return load_checkpoint(path).tensors["weights"]
-
-
 def _manifest(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run.manifest_path("train").read_text())
     return found
@@ -86,8 +76,8 @@ def test_two_processes_end_with_the_bits_of_two_threads_and_hold_the_same_memory
     assert manifest["built"] > 0 and len(manifest["workers"]) == 2
 
     threads = _trained(bench, *given)
-    assert _losses(run) == _losses(threads)
-    own, others = _weights(run), _weights(threads)
+    assert logged_losses(run) == logged_losses(threads)
+    own, others = saved_weights(run), saved_weights(threads)
     assert own.keys() == others.keys() and all(torch.equal(own[name], others[name]) for name in own)
 
     again = _manifest(_trained(bench, *given, PROCESSES, "train.learning_rate=1.0e-3", "train.steps=6"))
@@ -125,4 +115,4 @@ def test_a_rank_that_is_killed_while_another_waits_in_a_collective_is_named_and_
     assert path is not None and path.name == "step-000020"
     run = _trained(bench, HOMES["cached"], PROCESSES)
     assert [session["from_step"] for session in _manifest(run)["sessions"]] == [0, 20]
-    assert _losses(run) == _losses(threads)
+    assert logged_losses(run) == logged_losses(threads)

@@ -12,27 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoints import latest_checkpoint, load_checkpoint
-from pipeline.metrics import read
-from pipeline.runs import Run
+from pipeline.checkpoints import latest_checkpoint
 from tests.rank_tools import free_port, in_ranks, trained
-from tests.tiny_run import TinyRun
+from tests.tiny_run import TinyRun, logged_losses, saved_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("cache", "train")
 STEPS = "train.steps=6"
 DEADLINE_SECONDS = 400
-
-
-def _losses(run: Run) -> list[float]:
-    return [record["loss"] for record in read(run.metrics_path)]
-
-
-def _tensors(run: Run) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run.checkpoints_dir, print)
-    assert path is not None
-    tensors = load_checkpoint(path).tensors
-    return {f"{stem}.{name}": tensor for stem, named in tensors.items() for name, tensor in named.items()}
 
 
 def _same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -61,12 +48,12 @@ def test_one_two_and_four_processes_train_as_threads_do_over_the_same_samples(be
         results = in_ranks(num, trained, bench, _processes(num), None)
         assert all(isinstance(found, dict) for found in results), results
         run = bench.run(*_processes(num))
-        assert _losses(run) == _losses(threads)
-        assert _same_bits(_tensors(run), _tensors(threads))
+        assert logged_losses(run) == logged_losses(threads)
+        assert _same_bits(saved_tensors(run), saved_tensors(threads))
         exported = [(r.drafter_dir / "model.safetensors").read_bytes() for r in (run, threads)]
         assert exported[0] == exported[1]
         steps.append(_of_steps(results, num))
-        losses.append(_losses(run))
+        losses.append(logged_losses(run))
         assert [found["bars"] for found in results] == [1] + [0] * (num - 1)  # else they write over each other
         manifest = results[0]["manifest"]
         assert [line.split(" of ")[0] for line in manifest["workers"]] == [f"drafter-{i} on cpu" for i in range(num)]
@@ -90,10 +77,10 @@ def test_a_stop_asked_of_one_rank_stops_all_and_twice_as_many_go_on_from_there(b
     assert [found["interrupted"] for found in stopped] == [expected] * 2  # asked in step 3, agreed in the next
     path = latest_checkpoint(run.checkpoints_dir, print)
     assert path is not None and path.name == "step-000004"
-    assert _losses(run) == _losses(whole)[:4]
+    assert logged_losses(run) == logged_losses(whole)[:4]
     further = in_ranks(4, trained, bench, _processes(2), None, per_host=2)
     assert all(isinstance(found, dict) for found in further), further
-    assert _losses(run) == pytest.approx(_losses(whole), rel=1e-5)
+    assert logged_losses(run) == pytest.approx(logged_losses(whole), rel=1e-5)
     sessions = further[0]["manifest"]["sessions"]
     assert [(s["from_step"], s["to_step"]) for s in sessions] == [(0, 4), (4, 6)]
     assert [len(s["gate"]["functions"]) for s in sessions] == [2, 4]
@@ -104,8 +91,8 @@ def test_train_starts_its_ranks_with_a_target_each_and_ends_with_the_bits_of_thr
     online = ("data.features=online", STEPS)
     threads = bench.go(*online, stages=TRAINED)
     run = bench.go(*online, "topology.workers=processes", "topology.targets=[cpu, cpu]", stages=TRAINED)
-    assert _losses(run) == _losses(threads)
-    assert _same_bits(_tensors(run), _tensors(threads))
+    assert logged_losses(run) == logged_losses(threads)
+    assert _same_bits(saved_tensors(run), saved_tensors(threads))
     manifest = json.loads(run.manifest_path("train").read_text())
     assert [line.split(" of ")[0] for line in manifest["targets"]] == ["target-0 on cpu", "target-1 on cpu"]
     assert manifest["training"]["waited_share"].keys() == {"drafter-0", "drafter-1", "target-0", "target-1"}
@@ -181,7 +168,7 @@ def test_torchruns_of_two_hosts_start_ranks_again_and_they_go_on_from_the_last_c
     assert lives.count("restarts 0") == 2 and "restarts 1" not in lives
     assert dies.count("restarts 0") == 1 and dies.count("restarts 1") == 1
     assert (lives + dies).count("train: resuming from step-000002") == 1
-    assert _losses(run) == _losses(whole)
-    assert _same_bits(_tensors(run), _tensors(whole))
+    assert logged_losses(run) == logged_losses(whole)
+    assert _same_bits(saved_tensors(run), saved_tensors(whole))
     manifest = json.loads(run.manifest_path("train").read_text())
     assert manifest["finished"] and manifest["steps"] == 6 and len(manifest["sessions"]) == 2

@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError, DataError, Interrupted
 from pipeline.metrics import read
 from pipeline.runs import Run
 from tests.scenarios.conftest import MakeBench
-from tests.tiny_run import TinyRun, write_prompts
+from tests.tiny_run import TinyRun, saved_tensors, write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("cache", "train")
@@ -38,13 +38,6 @@ def drawn_out(self, *arguments):
 Replica.forward_backward = drawn_out
 sys.exit(main(sys.argv[1:]))
 """
-
-
-def _tensors(run: Run) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run.checkpoints_dir, print)
-    assert path is not None
-    tensors = load_checkpoint(path).tensors
-    return {f"{stem}.{name}": tensor for stem, named in tensors.items() for name, tensor in named.items()}
 
 
 def _losses(run: Run) -> list[tuple[int, float]]:
@@ -133,7 +126,7 @@ def test_a_run_stopped_twice_ends_with_the_bits_of_one_never_stopped(bench: Tiny
 
     bench.go("name=stopped", stages=TRAINED)
     assert _losses(run) == _losses(whole)
-    stopped, expected = _tensors(run), _tensors(whole)
+    stopped, expected = saved_tensors(run), saved_tensors(whole)
     assert stopped.keys() == expected.keys()
     assert all(torch.equal(stopped[name], expected[name]) for name in expected)
     one, other = ((r.drafter_dir / "model.safetensors").read_bytes() for r in (run, whole))
@@ -162,7 +155,7 @@ def test_a_stop_inside_or_at_the_end_of_an_epoch_changes_no_bit_whatever_makes_t
     assert [step for step, _ in _losses(run)] == list(range(1, stop + 1))
     bench.go(*stopped, stages=TRAINED)
     assert _losses(run) == _losses(whole)
-    tensors, expected = _tensors(run), _tensors(whole)
+    tensors, expected = saved_tensors(run), saved_tensors(whole)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 

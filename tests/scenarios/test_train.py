@@ -19,14 +19,14 @@ from pipeline import commands
 from pipeline import train as train_module
 from pipeline.__main__ import main
 from pipeline.batches import Collator, MicroBatch
-from pipeline.checkpoints import latest_checkpoint, load_checkpoint
+from pipeline.checkpoints import latest_checkpoint
 from pipeline.errors import ConfigError, VerificationFailed
 from pipeline.metrics import read
 from pipeline.optim import MasterAdamW
 from pipeline.replica import Replica, new_drafter
 from pipeline.runs import Run
 from pipeline.topology import GradientExchange
-from tests.tiny_run import TinyRun
+from tests.tiny_run import TinyRun, logged_losses, saved_weights
 
 GATES = [
     "environment equals lock",
@@ -46,16 +46,6 @@ GATES = [
 ]
 TRAINED = ("cache", "train")
 ONE_DRAFTER = "topology.drafters=[cpu]"
-
-
-def _losses(run: Run) -> list[float]:
-    return [record["loss"] for record in read(run.metrics_path)]
-
-
-def _weights(run: Run) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run.checkpoints_dir, print)
-    assert path is not None
-    return load_checkpoint(path).tensors["weights"]
 
 
 def _same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -210,9 +200,9 @@ def test_training_goes_on_from_an_exported_drafter(finished: tuple[TinyRun, Run]
     assert _same_bits(start.state_dict(), exported.state_dict())
 
     run = bench.go(further, ONE_DRAFTER, "train.steps=2", stages=TRAINED)
-    first_epoch, last_epoch = _losses(before)[:3], _losses(before)[-3:]
-    assert _losses(run)[0] < sum(first_epoch) / 3
-    assert abs(_losses(run)[0] - sum(last_epoch) / 3) < abs(_losses(run)[0] - first_epoch[0])
+    first_epoch, last_epoch = logged_losses(before)[:3], logged_losses(before)[-3:]
+    assert logged_losses(run)[0] < sum(first_epoch) / 3
+    assert abs(logged_losses(run)[0] - sum(last_epoch) / 3) < abs(logged_losses(run)[0] - first_epoch[0])
 
 
 def test_an_exported_drafter_of_another_shape_is_refused(
@@ -229,9 +219,9 @@ def test_an_exported_drafter_of_another_shape_is_refused(
 
 def test_bfloat16_trains_on_the_cpu_and_exports_the_working_weights(bench: TinyRun) -> None:
     run = bench.go("train.precision=bf16", "train.steps=4")
-    assert all(math.isfinite(loss) for loss in _losses(run))
+    assert all(math.isfinite(loss) for loss in logged_losses(run))
     exported = dict(load_drafter(run.drafter_dir).named_parameters())
-    masters = _weights(run)
+    masters = saved_weights(run)
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
     assert _same_bits({n: p.detach() for n, p in exported.items()}, {n: m.bfloat16() for n, m in masters.items()})
@@ -263,7 +253,7 @@ def test_any_number_of_drafters_gives_the_same_losses_over_the_same_samples(
     for num in (1, 2, 4):
         seen.clear()
         run = bench.go(f"topology.drafters={['cpu'] * num}", "train.steps=6", stages=TRAINED)
-        losses[num] = _losses(run)
+        losses[num] = logged_losses(run)
         # Four micro-batches a step, by whichever worker; a barrier keeps the steps apart.
         assert len(seen) == 6 * 4
         samples[num] = [set(seen[i : i + 4]) for i in range(0, len(seen), 4)]
@@ -280,8 +270,8 @@ def test_any_number_of_drafters_gives_the_same_losses_over_the_same_samples(
 def test_two_threads_give_the_same_bits_each_time_and_online_features_the_same_losses(bench: TinyRun) -> None:
     first, second = (bench.go(f"name={name}", "train.steps=6", stages=TRAINED) for name in ("one", "two"))
     assert first.folder != second.folder
-    assert _losses(first) == _losses(second)
-    assert _same_bits(_weights(first), _weights(second))
+    assert logged_losses(first) == logged_losses(second)
+    assert _same_bits(saved_weights(first), saved_weights(second))
 
     # Beside the drafters instead of from the cache: the same losses, within the rounding of another batch.
     online = bench.go("train.steps=6", "data.features=online", stages=TRAINED)
@@ -293,7 +283,7 @@ def test_two_threads_give_the_same_bits_each_time_and_online_features_the_same_l
         "target-0": {"room"},
     }
     assert all(0 <= share <= 1 for reasons in shares.values() for share in reasons.values())
-    assert _losses(online) == pytest.approx(_losses(first), rel=1e-6)
+    assert logged_losses(online) == pytest.approx(logged_losses(first), rel=1e-6)
 
 
 # -- (f) and what else ends a training ---------------------------------------------------------------------------------

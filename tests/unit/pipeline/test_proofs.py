@@ -195,7 +195,7 @@ def test_the_compiled_step_is_the_plain_one_unless_its_mask_leaks(
 
 
 @pytest.mark.parametrize("too_large", [1.0, 1.15])
-def test_in_bf16_rounding_is_told_from_a_gradient_that_is_a_tenth_too_large(
+def test_in_bf16_rounding_is_told_from_a_gradient_that_is_a_seventh_too_large(
     target: Any, monkeypatch: pytest.MonkeyPatch, too_large: float
 ) -> None:
     right = replica.head_loss

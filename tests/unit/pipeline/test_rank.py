@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -176,7 +175,6 @@ def test_an_end_before_all_ranks_met_is_no_reason_of_theirs(
     assert attempt(_finishes) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_starter_is_known_by_its_time_where_its_number_is_another_ones_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
