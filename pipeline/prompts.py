@@ -33,7 +33,11 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A conversation whose last message is the user's; `id` names its source and record."""
+    """A conversation whose last message is the user's; `id` names its source and record.
+
+    Of a file the id has the name without its folder: ids draw the anchors, and the same file elsewhere (a colleague's
+    disk, a mount of the container) has to train the same drafter.
+    """
 
     id: str
     messages: list[Message]
@@ -135,7 +139,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
         given = record.get("id")
         if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
             raise DataError(f"id {given!r} is neither text nor a whole number", where=where, fix="Correct or drop it.")
-        prompt_id = where if given is None else f"{path}#{given}"
+        prompt_id = f"{path.name}:{number}" if given is None else f"{path.name}#{given}"
         if prompt_id in lines_of_ids:
             first = lines_of_ids[prompt_id]
             raise DataError(f"id {given!r} was used on line {first} already", where=where, fix="Give it another.")
@@ -316,7 +320,7 @@ class _Drawer:
             self.own = written.counts
             return written.prompts
         prompts = self.load(source.source)
-        random.Random(f"{self.config.seed}/{source.source}").shuffle(prompts)
+        random.Random(f"{self.config.seed}/{Path(source.source).name}").shuffle(prompts)  # as in Prompt: no folder
         wanted = source.count + num_extra
         taken: list[Prompt] = []
         num_repeated, num_long_before = 0, self.num_too_long

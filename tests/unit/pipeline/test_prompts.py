@@ -44,7 +44,7 @@ def test_three_shapes_of_a_line_give_the_same_prompt(write: Callable[[bytes], Pa
     path = write("\n".join(map(json.dumps, lines)).encode())
     prompts = read_jsonl(path)
     assert [prompt.messages for prompt in prompts] == [[{"role": "user", "content": "Hello"}]] * 3
-    assert [prompt.id for prompt in prompts] == [f"{path}:{number}" for number in (1, 2, 3)]
+    assert [prompt.id for prompt in prompts] == [f"{path.name}:{number}" for number in (1, 2, 3)]
 
 
 def test_earlier_turns_and_the_system_message_stay(write: Callable[[bytes], Path]) -> None:
@@ -56,7 +56,7 @@ def test_earlier_turns_and_the_system_message_stay(write: Callable[[bytes], Path
 def test_ids_of_mixed_type_are_allowed(write: Callable[[bytes], Path]) -> None:
     """huggingface/datasets#7664: text and number ids in one file."""
     path = write(GOOD + b'{"id": 7, "prompt": "Bye"}\n{"prompt": "So long"}\n')
-    assert [prompt.id for prompt in read_jsonl(path)] == [f"{path}#a", f"{path}#7", f"{path}:3"]
+    assert [prompt.id for prompt in read_jsonl(path)] == [f"{path.name}{place}" for place in ("#a", "#7", ":3")]
 
 
 def test_a_byte_order_mark_and_blank_lines_are_passed_over(write: Callable[[bytes], Path]) -> None:
@@ -180,6 +180,15 @@ def test_the_seed_decides_the_draw(folder: Path) -> None:
     assert collect(config) == collect(config)
     other = collect(config.model_copy(update={"seed": 1}))
     assert [p.id for p in other.train] != [p.id for p in collect(config).train]
+
+
+def test_the_folder_of_the_files_decides_nothing(folder: Path, tmp_path: Path) -> None:
+    """Neither which prompts are drawn, nor their ids, which draw the anchors: a moved data set trains the same."""
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for file in folder.glob("*.jsonl"):
+        (moved / file.name).write_bytes(file.read_bytes())
+    assert collect(run_config(moved)) == collect(run_config(folder))
 
 
 def test_more_held_out_prompts_leave_the_training_set_alone(folder: Path) -> None:
