@@ -20,8 +20,8 @@ from torch import Tensor
 from dflash.attention import block_attention, build_mask
 from dflash.masks import MaskLayout
 from env.errors import EnvError
+from pipeline.dense_step import FLOAT32_LIMIT, relative_difference
 from pipeline.errors import VerificationFailed
-from pipeline.proofs import FLOAT32_LIMIT, relative_difference
 from pipeline.smoke_results import LeftOut
 
 AHEAD_OF_TIME = 90

@@ -13,6 +13,7 @@ from env.doctor import check_lock
 from pipeline.cache import ROOT, load_cached
 from pipeline.checkpoints import latest_checkpoint, load_checkpoint
 from pipeline.compile_lock import cache_folder, compiling
+from pipeline.dense_step import compiled_equals_dense
 from pipeline.errors import DataError, VerificationFailed
 from pipeline.files import atomic_write_json
 from pipeline.gates import (
@@ -29,7 +30,6 @@ from pipeline.memory import free_memory
 from pipeline.metrics import progress_bar, read
 from pipeline.proofs import (
     chained_tau,
-    compiled_equals_dense,
     decode_set,
     export_equals_training,
     lossless,

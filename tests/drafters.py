@@ -75,6 +75,11 @@ def training_states(
     return states.view(len(anchors), drafter.config.block_size, -1)
 
 
+def leaky_masks(model: DFlashDraftModel, anchors_bN: Tensor, *given: Any, **more: Any) -> list[AttentionMask]:
+    """The mistake that a mask can make most easily: the context reaches up to the anchor itself."""
+    return layer_masks(model, anchors_bN + 1, *given, **more)
+
+
 class OracleDrafter(DFlashDraftModel):
     """Drafts the tokens of `text` by looking them up, except at the positions in `wrong`, where it drafts another.
 

@@ -11,7 +11,7 @@ import torch
 from dflash.compile import CompileGate
 from pipeline.batches import Collator, rows_of
 from pipeline.cache import CachedData
-from pipeline.proofs import compiled_equals_dense
+from pipeline.dense_step import compiled_equals_dense
 from pipeline.replica import Borrowed, Replica
 from pipeline.target_forward import target_features
 from pipeline.targets import TargetFolder

@@ -12,18 +12,17 @@ from torch import Tensor
 
 from benchmarks.flops import BY_NAME, CUDA_CASES, REFERENCE, chosen_cases
 from dflash import fp8
-from dflash.acceptance import layer_masks
 from dflash.compile import CompileGate
 from dflash.fp8 import Fp8Linear
 from pipeline import replica
 from pipeline.cache import CachedData
 from pipeline.config import RunConfig
+from pipeline.dense_step import compiled_equals_dense
 from pipeline.errors import ConfigError
-from pipeline.proofs import compiled_equals_dense
 from pipeline.replica import Borrowed, Replica, check_precision
 from pipeline.rounded import rounded, rounded_product
 from pipeline.targets import TargetFolder
-from tests.drafters import drafter_config, random_drafter
+from tests.drafters import drafter_config, leaky_masks, random_drafter
 from tests.tiny import tiny_model
 from tests.tiny_run import made_up_samples, tiny_config
 
@@ -66,10 +65,7 @@ def _wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leaky_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaky(model: Any, anchors_bN: Tensor, *given: Any, **more: Any) -> list[Any]:
-        return layer_masks(model, anchors_bN + 1, *given, **more)
-
-    monkeypatch.setattr(replica, "layer_masks", leaky)
+    monkeypatch.setattr(replica, "layer_masks", leaky_masks)
 
 
 @pytest.mark.parametrize("mistake", [None, _wrong_scale, _leaky_mask])

@@ -1,4 +1,4 @@
-"""Each gate on made-up numbers: what passes, what fails. The proofs that need models are in test_proofs.py."""
+"""Each gate on made-up numbers: what passes, what fails. Those that need models: test_proofs.py, test_dense_step.py."""
 
 from __future__ import annotations
 
