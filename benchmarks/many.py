@@ -5,10 +5,10 @@
 Each line is a whole `train` (benchmarks/many_runs.py) with features online: every GPU has a target and a drafter. A
 drafter takes micro-batches of the same size everywhere. Strong scaling: the rows of a step stay the same and are split,
 N micro-batches of one drafter or one of each of N. Weak scaling: each drafter has one micro-batch a step, so N have N
-times the rows. Efficiency is tokens/s over N times those of one GPU. The target, of SmolLM2's size, and its
-answers are random, so losses say only whether the arrangements agree: threads and processes bit for bit, one drafter
-within rounding. Memory is that of all GPUs added up, exact to the byte between all lines after the first tenth, also
-over a checkpoint; what one GPU took, another would have to let go in the same step.
+times the rows. Efficiency is tokens/s over N times those of one GPU. The target, of SmolLM2's size, and its answers are
+random, so losses say only whether the arrangements agree: threads, processes and processes that shard the optimizer bit
+for bit, one drafter within rounding. Memory is that of all GPUs added up, exact to the byte between all lines after the
+first tenth, also over a checkpoint; what one GPU took, another would have to let go in the same step.
 
 --apart adds a line with drafters on some GPUs and targets on the others. --cold-starts K starts N drafters by threads K
 times with an empty compile cache, behind the gate and without it, and counts what crashed, gave no result in time, ran
@@ -27,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ AIM = 0.9
 """Efficiency that the project wants from 1 to 4 drafters."""
 LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Of a loss, over one drafter's: sums are rounded in another order, and training goes on from there."""
-HEAD = ("", "rows", "tokens/s", "strong", "weak", "built", "loaded", "warm-up s", "memory", "losses")
+SAME_BITS = ("threads", "processes", "sharded")
+"""Arrangements that add up the same gradients in the same order."""
+HEAD = ("", "rows", "tokens/s", "strong", "weak", "built", "loaded", "warm-up s", "memory", "GiB", "losses")
 
 
 def efficiency(line: Line, base: Line) -> float | None:
@@ -101,8 +104,9 @@ def faults(lines: Sequence[Line], precision: str) -> list[str]:
         if not difference(line, strong) <= limit:
             found.append(f"{line.name}: losses are {difference(line, strong):.2e} from one drafter's, above {limit:g}")
     by_name = {line.name: line.losses for line in others if line.losses}
-    if {"threads", "processes"} <= by_name.keys() and by_name["threads"] != by_name["processes"]:
-        found.append("threads and processes gave different losses, and should give the same bits")
+    for one, other in combinations([name for name in SAME_BITS if name in by_name], 2):
+        if by_name[one] != by_name[other]:
+            found.append(f"{one} and {other} gave different losses, and should give the same bits")
     return found
 
 
@@ -140,6 +144,7 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
             str(record["loaded"]),
             "-" if record["warm_up_seconds"] is None else f"{record['warm_up_seconds']:.1f}",
             "-" if gate is None else "flat" if gate["verdict"] == "pass" else "CHANGED",
+            "-" if record["allocated_gib"] is None else f"{record['allocated_gib']:.1f}",
             "-" if off is None else "equal" if off == 0 else f"{off:.1e}",
         ]
 

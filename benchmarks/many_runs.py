@@ -84,6 +84,7 @@ class Arrangement:
     drafters: tuple[str, ...]
     workers: str
     pieces: int
+    sharded: bool = False
 
     def overrides(self, size: Size) -> list[str]:
         return [
@@ -91,6 +92,7 @@ class Arrangement:
             f"topology.targets={json.dumps(self.targets)}",
             f"topology.drafters={json.dumps(self.drafters)}",
             f"topology.workers={self.workers}",
+            f"topology.shard_optimizer={json.dumps(self.sharded)}",
             f"train.batch_size={self.pieces * size.rows}",
         ]
 
@@ -112,6 +114,8 @@ class Line:
     """Mean share of the training's time, by who waited for what; what a GPU waits inside NCCL is not in it."""
     memory: dict[str, Any] | None = None
     """The gate "memory flat"; None on the CPU."""
+    allocated_gib: float | None = None
+    """Of all GPUs together, after the last step; None on the CPU."""
     losses: list[float] = field(default_factory=list)
     manifest: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
@@ -211,7 +215,9 @@ class Laboratory:
         line.tokens_per_second = statistics.median(m["tokens_per_second"] for m in metrics[len(metrics) // 3 :])
         line.losses = [m["loss"] for m in metrics]
         line.waited = waited(manifest["training"]["waited_share"])
-        line.memory = memory_flat(metrics, manifest["sessions"]).record() if self.device == "cuda" else None
+        if self.device == "cuda":
+            line.memory = memory_flat(metrics, manifest["sessions"]).record()
+            line.allocated_gib = round(metrics[-1]["allocated_bytes"] / 2**30, 2)
         return line
 
     def cold(self, gated: bool, times: int) -> dict[str, Any]:
@@ -273,6 +279,7 @@ def arrangements(device: str, count: int, apart: bool) -> list[Arrangement]:
         Arrangement("one, few rows", one, one, "threads", 1),
         by_threads(device, count),
         Arrangement("processes", names, names, "processes", count),
+        Arrangement("sharded", names, names, "processes", count, sharded=True),
     ]
     if apart:
         few = max(number for number in range(1, count // 2 + 1) if count % number == 0)

@@ -200,6 +200,9 @@ class TopologyConfig(Section):
     cpu. Of processes on several hosts these are each host's."""
     workers: Literal["threads", "processes"] = "threads"
     """threads: one process, a thread per drafter. processes: one per drafter (pipeline/ranks.py)."""
+    shard_optimizer: bool = False
+    """Of processes: each keeps the float32 weights and moments of some parameters only (pipeline/sharded.py), for
+    drafters that would not fit. The same bits either way; a checkpoint holds all, for any number of processes."""
 
     @model_validator(mode="after")
     def _one_copy_each(self) -> TopologyConfig:
@@ -208,6 +211,12 @@ class TopologyConfig(Section):
             raise ValueError(
                 f"targets names {', '.join(repeated)} more than once, and a second copy there would only cost memory"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_among_processes(self) -> TopologyConfig:
+        if self.shard_optimizer and self.workers == "threads":
+            raise ValueError("shard_optimizer is for workers: processes; of threads each keeps all of its optimizer")
         return self
 
     @model_validator(mode="after")

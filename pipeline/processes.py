@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash.compile import GateAborted
+from pipeline.flat import ALIGNED, Flat
+from pipeline.optim import Tensors
 from pipeline.ranks import Ranks
 from pipeline.replica import Replica
 from pipeline.topology import Clock
 
 CHUNK_BYTES = 64 * 2**20
 """Of gradients that are sent at once; the received parts need as much memory."""
-ALIGNED = 16
-"""Elements: each gradient begins at a multiple of 64 bytes, as one that was allocated by itself."""
 
 
 class RankExchange:
@@ -35,19 +35,15 @@ class RankExchange:
         self._ranks, self._replica, self._clock = ranks, replica, clock
         self._seconds = 0.0
         self._pending: tuple[Tensor, Any] | None = None
-        masters = replica.optimizer.masters
-        places, end = [], 0
-        for master in masters:
-            places.append(end)
-            end += -(-master.numel() // ALIGNED) * ALIGNED
+        self._gradients = self._laid_out(list(replica.optimizer.working))
+        replica.optimizer.use_gradients(self._gradients.views)
         whole = ranks.world * ALIGNED
-        self._flat = torch.zeros(-(-end // whole) * whole, device=replica.device)
-        self._views = [self._flat[at : at + m.numel()].view(m.shape) for at, m in zip(places, masters, strict=True)]
-        for master, view in zip(masters, self._views, strict=True):
-            master.grad = view
         size = max(whole, CHUNK_BYTES // 4 // whole * whole)
-        self._chunks = list(self._flat.split(size))
-        self._received = torch.empty_like(self._chunks[0])
+        self._received = torch.empty(min(size, self._gradients.whole.numel()), device=replica.device)
+
+    def _laid_out(self, working: list[Tensor]) -> Flat:
+        """Return room for float32 gradients of `working`."""
+        return Flat.like(working, torch.float32, owners=[0] * len(working), parts=1, multiple=self._ranks.world)
 
     def join(self) -> None:
         """Wait until all ranks are warm, and connect them."""
@@ -70,16 +66,19 @@ class RankExchange:
         step, also one that had nothing to learn from; index is 0."""
         _ = self._replica.optimizer.gradients  # zeroed now if the step had no micro-batch
         with self._together():
-            for chunk in self._chunks:
-                received = self._received[: chunk.numel()]
-                dist.all_to_all_single(received, chunk)
-                mine, *others = received.view(self._ranks.world, -1)
-                for other in others:
-                    mine += other
-                dist.all_gather_into_tensor(chunk, mine)
+            self._add_up()
             every = sums.new_empty(self._ranks.world, sums.numel())
             dist.all_gather_into_tensor(every.view(-1), sums)
         return every.sum(0)
+
+    def _add_up(self) -> None:
+        for chunk in self._gradients.whole.split(self._received.numel()):
+            received = self._received[: chunk.numel()]
+            dist.all_to_all_single(received, chunk)
+            mine, *others = received.view(self._ranks.world, -1)
+            for other in others:
+                mine += other
+            dist.all_gather_into_tensor(chunk, mine)
 
     def agreed(self, stop: bool) -> bool:
         """Return whether to stop after this step, on all ranks the same: whether any was asked one step earlier.
@@ -116,18 +115,28 @@ class RankExchange:
             dist.all_gather_object(parts, part)
         return parts
 
+    def tensors(self) -> Tensors:
+        """Return the weights and moments that a checkpoint holds, complete on the first rank at least."""
+        return self._replica.optimizer.tensors()
+
     @torch.no_grad()
     def equal(self) -> bool:
         """Return whether all ranks hold the same float32 weights, bit for bit, on every rank. The gradients must be
         those of a step that is over: their place is used, and left at zero."""
-        same = True
-        torch._foreach_copy_(self._views, [master.detach() for master in self._replica.optimizer.masters])
+        masters = [master.detach() for master in self._replica.optimizer.masters]
+        torch._foreach_copy_(self._gradients.views, masters)
+        same = self._same_everywhere(self._gradients.whole)
+        self._gradients.whole.zero_()
+        return same
+
+    def _same_everywhere(self, flat: Tensor) -> bool:
+        """Return whether a flat tensor is the first rank's on all of them, on every rank."""
+        same, room = True, self._received.view(flat.dtype)
         with self._together():
-            for chunk in self._chunks:
-                first = self._received[: chunk.numel()].copy_(chunk)
+            for chunk in flat.split(room.numel()):
+                first = room[: chunk.numel()].copy_(chunk)
                 dist.broadcast(first, src=0)
                 same = same and torch.equal(first, chunk)
-        self._flat.zero_()
         return self.summed({"different": int(not same)})["different"] == 0
 
     @contextmanager

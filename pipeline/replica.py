@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -84,7 +84,9 @@ class Replica:
         borrowed: Borrowed,
         device: torch.device,
         gate: CompileGate,
+        keeps: Callable[[Sequence[int]], list[int]] | None = None,
     ) -> None:
+        """keeps   of the parameters' sizes, those that this replica's optimizer updates (pipeline/sharded.py); all"""
         self.name, self.config, self.drafter, self.device = name, config, drafter, device
         self.dtype = DTYPES[config.train.precision]
         check_precision(config.train.precision, device)
@@ -99,7 +101,8 @@ class Replica:
         self.fp8_linears = use_fp8(self.model) if config.train.precision == "fp8" else list[Fp8Linear]()
         self.fp8_head = borrowed.fp8_head if self.fp8_linears and not config.train.soft_weight else None
         self.mask_token = torch.tensor(drafter.mask_token_id, device=device)
-        self.optimizer = MasterAdamW(self.model, config.train, start.state_dict())
+        kept = keeps([p.numel() for p in self.model.parameters()]) if keeps else None
+        self.optimizer = MasterAdamW(self.model, config.train, start.state_dict(), kept)
         gamma = config.train.gamma or default_gamma(drafter.block_size)
         self.weighting = Weighting(config.train.loss, gamma, config.train.dpace_alpha)
         self.body = gate.compile(body_of(self.model, self.attention), name=name)

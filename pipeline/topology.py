@@ -17,6 +17,7 @@ from dflash.compile import CompileGate, GateAborted
 from dflash.objective import send
 from pipeline.batches import MicroBatch
 from pipeline.data import FeatureShards
+from pipeline.optim import Tensors
 from pipeline.replica import Replica
 from pipeline.target_forward import TargetForward
 from pipeline.turns import Turns
@@ -95,6 +96,10 @@ class GradientExchange:
         """Return whether all replicas hold the same float32 weights, bit for bit. All have stepped, and wait."""
         first, *others = [replica.optimizer.masters for replica in self._replicas]
         return all(torch.equal(a, b.to(a.device)) for other in others for a, b in zip(first, other, strict=True))
+
+    def tensors(self) -> Tensors:
+        """Return the weights and moments that a checkpoint holds."""
+        return self._replicas[0].optimizer.tensors()
 
     def seconds_waited(self) -> dict[str, float]:
         """Return how long each replica's thread, which has its name, waited for the others."""

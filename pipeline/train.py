@@ -30,14 +30,14 @@ from pipeline.memory import memory
 from pipeline.metrics import MetricsLog, Progress
 from pipeline.optim import learning_rate
 from pipeline.pace import Pace
-from pipeline.processes import RankExchange
 from pipeline.ranks import Ranks
 from pipeline.replica import DTYPES, Borrowed, Replica, feature_width, new_drafter
 from pipeline.runs import Run
 from pipeline.sessions import COUNTED_BY_GATE, check_finite, contract_of, merged, places, step_record, totals
+from pipeline.sharded import Shard, exchange_of
 from pipeline.target_forward import TargetForward, recorded_shapes
 from pipeline.targets import load_target
-from pipeline.topology import CachedFeatures, GradientExchange, OnlineFeatures, out_of_reach, target_name, waits
+from pipeline.topology import CachedFeatures, OnlineFeatures, out_of_reach, target_name, waits
 from pipeline.warmup import set_threads
 
 
@@ -102,15 +102,13 @@ class Trainer:
         for device in devices:
             if device not in shared:
                 shared[device] = Borrowed.of(at_home.get(device, targets[0]), device, dtype)
+        shard = Shard(ranks.rank, ranks.world) if ranks and config.topology.shard_optimizer else None
+        keeps = shard.keeps if shard else None
         self.replicas = [
-            Replica(f"drafter-{i}", config, data.drafter, start, shared[d], d, self.gate)
+            Replica(f"drafter-{i}", config, data.drafter, start, shared[d], d, self.gate, keeps)
             for i, d in enumerate(devices, self.first)
         ]
-        self.exchange = (
-            RankExchange(ranks, self.replicas[0], self.pace.clock)
-            if ranks
-            else GradientExchange(self.replicas, self.pace.clock)
-        )
+        self.exchange = exchange_of(self.replicas, ranks, shard, self.pace.clock)
         self.online = self._beside(targets) if online else None
         width = feature_width(config, data.drafter)
         self.cached = None if online else CachedFeatures(_required(data.features), width)
@@ -162,9 +160,10 @@ class Trainer:
         """All processes come here together: they compare replicas and tell what they did, and the first one writes."""
         self._replicas_equal = self._replicas_equal and self.exchange.equal()
         self._parts = self.exchange.gathered(self._part())
+        tensors = self.exchange.tensors()
         if self.leads:
             state = {"contract": self._contract, "sessions": [*self.sessions, self._session(self._parts)]}
-            save_checkpoint(self.run.checkpoints_dir, self.step, self.replicas[0].optimizer.tensors(), state)
+            save_checkpoint(self.run.checkpoints_dir, self.step, tensors, state)
             prune_checkpoints(self.run.checkpoints_dir, self.config.train.keep_checkpoints)
         self.exchange.settle()
 

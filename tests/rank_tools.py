@@ -12,6 +12,7 @@ import socket
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from pipeline import train
 from pipeline.batches import Collator, MicroBatch
 from pipeline.errors import Interrupted
 from pipeline.metrics import Progress
+from pipeline.optim import MasterAdamW
 from pipeline.processes import RankExchange
 from pipeline.ranks import AGENT_STORE, WARM, Ranks
-from tests.tiny_run import TinyRun
+from pipeline.sharded import Shard, ShardedExchange
+from tests.tiny_run import TinyRun, tiny_config
 
 DEADLINE_SECONDS = 200
 
@@ -103,17 +106,15 @@ def _child(environ: Mapping[str, str], end: Any, function: Callable[..., Any], a
 
 
 class StandIn:
-    """What an exchange uses of a replica: name, device, and the optimizer's masters with their gradients."""
+    """What an exchange uses of a replica: name, device, and the optimizer's weights and gradients."""
 
     def __init__(self, number: int, weights: list[Tensor]) -> None:
         self.name, self.device, self.optimizer = f"drafter-{number}", torch.device("cpu"), self
-        self.masters = [nn.Parameter(weight.clone()) for weight in weights]
-        for master in self.masters:
-            master.grad = torch.zeros_like(master)
+        self.masters = self.working = [nn.Parameter(weight.clone()) for weight in weights]
+        self.gradients: list[Tensor] = []
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        return [master.grad for master in self.masters if master.grad is not None]
+    def use_gradients(self, gradients: list[Tensor]) -> None:
+        self.gradients = gradients
 
 
 def made_up(number: int) -> list[Tensor]:
@@ -150,6 +151,50 @@ def exchanged(ranks: Ranks, chunk_bytes: int) -> dict[str, Any]:
         replica.masters[2].data[5, 5] += 1e-3
     found["equal"].append(exchange.equal())
     found["waited"] = exchange.seconds_waited()
+    exchange.settle()
+    exchange.close()
+    return found
+
+
+class Weights(nn.Module):
+    """Parameters of the shapes of `made_up`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.weights = nn.ParameterList([nn.Parameter(weight.to(dtype)) for weight in made_up(99)])
+
+
+def _sendable(tensor: Tensor) -> Any:
+    """A tensor itself would be sent as a file of this process, which ends."""
+    return tensor.float().numpy().copy()
+
+
+def sharded(ranks: Ranks, dtype: torch.dtype, steps: int, chunk_bytes: int) -> dict[str, Any]:
+    """Return what a rank sees of ShardedExchange in some steps of MasterAdamW, with made-up gradients."""
+    from pipeline import processes
+
+    processes.CHUNK_BYTES = chunk_bytes
+    model, shard = Weights(dtype), Shard(ranks.rank, ranks.world)
+    optimizer = MasterAdamW(model, tiny_config().train, None, shard.keeps([p.numel() for p in model.parameters()]))
+    replica: Any = SimpleNamespace(name=f"drafter-{ranks.rank}", device=torch.device("cpu"), optimizer=optimizer)
+    exchange = ShardedExchange(ranks, replica, shard)
+    exchange.join()
+    found: dict[str, Any] = {"names": optimizer.names, "norms": [], "kept": list(optimizer.tensors()["weights"])}
+    versions = [p._version for p in optimizer.working]
+    for step in range(steps):
+        for gradient, given in zip(optimizer.gradients, made_up(10 * step + ranks.rank), strict=True):
+            gradient.copy_(given)
+        total = exchange.total(0, torch.tensor([1.0, 3.0 / ranks.world]))
+        found["summed"] = [_sendable(gradient) for gradient in optimizer.gradients]
+        found["norms"].append(float(optimizer.step(1e-2, total[1].round())))
+    found["seen as changed"] = all(p._version > old for p, old in zip(optimizer.working, versions, strict=True))
+    found["working"] = [_sendable(p.detach()) for p in model.parameters()]
+    found["saved"] = {stem: {n: _sendable(t) for n, t in named.items()} for stem, named in exchange.tensors().items()}
+    found["equal"] = [exchange.equal()]
+    if ranks.rank == ranks.world - 1:
+        model.weights[2].data[5, 5] = -1 - model.weights[2].data[5, 5]
+    found["equal"].append(exchange.equal())
     exchange.settle()
     exchange.close()
     return found

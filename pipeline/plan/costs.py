@@ -137,10 +137,12 @@ def optimizer_seconds(drafter: DrafterConfig, gpu: Gpu) -> Seconds:
     return Seconds(traffic / (OPTIMIZER * gpu.copy), OPTIMIZER_HOST * drafter.num_hidden_layers)
 
 
-def exchange_seconds(drafter: DrafterConfig, gpu: Gpu, drafters: int) -> float:
+def exchange_seconds(drafter: DrafterConfig, gpu: Gpu, drafters: int, *, sharded: bool = False) -> float:
     """Return what adding up float32 gradients over `drafters` GPUs takes: each receives, and sends, every gradient
-    twice but for its own share. By formula; not measured."""
-    return 2 * 4 * drafter_parameters(drafter) * (drafters - 1) / drafters / gpu.link
+    twice but for its own share; once, and its rounded weight, where the optimizer is sharded. By formula; not measured.
+    """
+    size = 4 + 2 if sharded else 4 + 4
+    return size * drafter_parameters(drafter) * (drafters - 1) / drafters / gpu.link
 
 
 def target_flops(target: TargetShape, micro: Micro) -> tuple[float, float]:

@@ -24,18 +24,20 @@ def table_bytes(target: TargetShape) -> float:
 
 
 def drafter_memory(
-    drafter: DrafterConfig, target: TargetShape, micro: Micro, *, head_rows: int, soft: bool = False
+    drafter: DrafterConfig, target: TargetShape, micro: Micro, *, head_rows: int, soft: bool = False, keepers: int = 1
 ) -> Parts:
     """Return what a drafter's GPU holds at its peak, at the start of the backward.
 
+    head_rows   supervised slots whose logits exist at once
+    keepers     ranks that float32 weights and moments are divided among (pipeline/sharded.py); gradients are not
     A slot leaves 3 F + 11 D numbers in each layer, a context token its keys and values, as made and repeated for each
-    query head (fitted on six cases of invoke bench). head_rows: supervised slots whose logits exist at once.
+    query head (fitted on six cases of invoke bench).
     """
     P, L = drafter_parameters(drafter), drafter.num_hidden_layers
     slot = 3 * drafter.intermediate_size + 11 * drafter.hidden_size
     context = 2 * (drafter.num_attention_heads + drafter.num_key_value_heads) * drafter.head_dim
     return {
-        "float32 weights, gradients, moments": 16.0 * P,
+        "float32 weights, gradients, moments": (4.0 + 12.0 / keepers) * P,
         "bf16 weights": 2.0 * P,
         "the target's tables": table_bytes(target),
         "features": feature_bytes(drafter, micro, soft=soft),

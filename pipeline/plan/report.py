@@ -142,16 +142,18 @@ def make_plan(config: RunConfig, target: TargetShape, gpu: Gpu, gpus: int, workl
     one_process, recorded = config.topology.workers == "threads", config.compile.cuda_graphs
     usable = memory.USABLE * gpu.memory
     work, found = _placings(config, drafter, target, micro, gpu, gpus)
-    on_drafter = memory.drafter_memory(drafter, target, micro, head_rows=_head_rows(config), soft=soft)
     on_target = memory.target_memory(drafter, target, micro, turns=Turns(targets=1, drafters=1), soft=soft)
     if not found:
+        on_drafter = _held(config, drafter, target, micro, gpus)
         need = max(sum(on_drafter.values()), 0.0 if cached else sum(on_target.values()))
         raise ConfigError(
             f"a micro-batch of {micro.rows} rows needs {need / 2**30:.0f} GiB, {gpu.name} has {usable / 2**30:.0f}",
             where="train.micro_batch",
-            fix="Lower it or train.num_anchors, or plan for another --gpu.",
+            fix=f"Lower it or train.num_anchors, {_sharding(config, drafter, target, micro, gpu, gpus)}or plan for "
+            "another --gpu.",
         )
     chosen = best(found, one_process=one_process)
+    on_drafter = _held(config, drafter, target, micro, chosen.drafters)
     step = chosen.step(one_process=one_process)
     runnable = [split for split in found if runs_today(config, split)]
     feature = memory.feature_bytes(drafter, micro, soft=soft)
@@ -216,6 +218,26 @@ def _micro(config: RunConfig, drafter: DrafterConfig, workload: Workload, rows: 
     return Micro(rows=rows, length=length, anchors=anchors, block=drafter.block_size)
 
 
+def _held(config: RunConfig, drafter: DrafterConfig, target: TargetShape, micro: Micro, drafters: int) -> memory.Parts:
+    """Return what the GPU of one of `drafters` holds."""
+    return memory.drafter_memory(
+        drafter,
+        target,
+        micro,
+        head_rows=_head_rows(config),
+        soft=config.train.soft_weight > 0,
+        keepers=drafters if config.topology.shard_optimizer else 1,
+    )
+
+
+def _sharding(config: RunConfig, drafter: DrafterConfig, target: TargetShape, micro: Micro, gpu: Gpu, gpus: int) -> str:
+    """Return the advice to shard the optimizer, if a micro-batch fits then."""
+    placing = config.topology.model_copy(update={"workers": "processes", "shard_optimizer": True})
+    sharded = config.model_copy(update={"topology": placing})
+    fits = not config.topology.shard_optimizer and _placings(sharded, drafter, target, micro, gpu, gpus)[1]
+    return "set topology.workers: processes and topology.shard_optimizer: true, " if fits else ""
+
+
 def _placings(
     config: RunConfig, drafter: DrafterConfig, target: TargetShape, micro: Micro, gpu: Gpu, gpus: int
 ) -> tuple[Work, list[Split]]:
@@ -227,12 +249,13 @@ def _placings(
         drafter=costs.drafter_seconds(drafter, micro, gpu, soft=soft, recorded=recorded),
         target=nothing if cached else costs.target_seconds(target, micro, gpu, recorded=recorded),
         optimizer=costs.optimizer_seconds(drafter, gpu),
+        sharded=config.topology.shard_optimizer,
     )
-    exchange = [costs.exchange_seconds(drafter, gpu, count) for count in range(1, gpus + 1)]
+    exchange = [costs.exchange_seconds(drafter, gpu, n, sharded=work.sharded) for n in range(1, gpus + 1)]
     usable = memory.USABLE * gpu.memory
-    held = sum(memory.drafter_memory(drafter, target, micro, head_rows=_head_rows(config), soft=soft).values())
 
     def fits(split: Split) -> bool:
+        held = sum(_held(config, drafter, target, micro, split.drafters).values())
         if not split.targets:
             return held <= usable
         turns = Turns(targets=split.targets, drafters=split.drafters)

@@ -23,6 +23,9 @@ class Work:
     target: Seconds
     """Features of one; nothing when they are cached."""
     optimizer: Seconds
+    """Of all parameters."""
+    sharded: bool = False
+    """Drafters divide the optimizer among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +115,7 @@ def split_of(work: Work, targets: int, drafters: int, exchange: float, *, shared
     turns = work.pieces // drafters
     fed = -(-work.pieces // targets) if targets else 0
     beside = fed if shared else 0
-    update = exchange + work.optimizer.alone
+    update = exchange + work.optimizer.alone / (drafters if work.sharded else 1)
     return Split(
         targets=targets,
         drafters=drafters,

@@ -59,14 +59,15 @@ def _manifest(run: Run) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("features", ["cached", "online"])
+@pytest.mark.parametrize(("features", "shard"), [("cached", "false"), ("online", "false"), ("cached", "true")])
 def test_two_processes_end_with_the_bits_of_two_threads_and_hold_the_same_memory_over_saves(
-    bench: TinyRun, features: str, capfd: pytest.CaptureFixture[str]
+    bench: TinyRun, features: str, shard: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Recorded steps write into the one tensor that is sent. Ranks compile one after the other, each for its own GPU;
     those that start later, whatever they train, find it all."""
     given = (f"data.features={features}", HOMES[features])
-    run = _trained(bench, *given, PROCESSES)
+    processes = (PROCESSES, f"topology.shard_optimizer={shard}")
+    run = _trained(bench, *given, *processes)
     assert "is compiling, waiting for it" in capfd.readouterr().err
     manifest, records = _manifest(run), read(run.metrics_path)
     for gate in (no_compiles_after_warmup(manifest), no_eager_bodies(manifest), replicas_equal(manifest)):
@@ -80,7 +81,7 @@ def test_two_processes_end_with_the_bits_of_two_threads_and_hold_the_same_memory
     own, others = saved_weights(run), saved_weights(threads)
     assert own.keys() == others.keys() and all(torch.equal(own[name], others[name]) for name in own)
 
-    again = _manifest(_trained(bench, *given, PROCESSES, "train.learning_rate=1.0e-3", "train.steps=6"))
+    again = _manifest(_trained(bench, *given, *processes, "train.learning_rate=1.0e-3", "train.steps=6"))
     assert again["built"] == 0 and again["loaded"] > 0
 
 

@@ -66,20 +66,25 @@ def test_one_two_and_four_processes_train_as_threads_do_over_the_same_samples(be
 
 
 @pytest.mark.slow
-def test_a_stop_asked_of_one_rank_stops_all_and_twice_as_many_go_on_from_there(bench: TinyRun) -> None:
+@pytest.mark.parametrize("shard", ["false", "true"])
+def test_a_stop_asked_of_one_rank_stops_all_and_twice_as_many_go_on_from_there(bench: TinyRun, shard: str) -> None:
     """As torchrun does when a host came or went: every rank is started again, and their number may be another."""
     torch.set_num_threads(1)
+    settings = (*_processes(2), f"topology.shard_optimizer={shard}")
     whole = bench.go(STEPS, "topology.drafters=[cpu, cpu]", stages=TRAINED)
-    bench.go(*_processes(2), stages=("cache",))
-    stopped = in_ranks(2, trained, bench, _processes(2), 3)
-    run = bench.run(*_processes(2))
+    bench.go(*settings, stages=("cache",))
+    stopped = in_ranks(2, trained, bench, settings, 3)
+    run = bench.run(*settings)
     expected = f"{run.id}: stopped after step 4 of 6, saved. invoke train again resumes there."
     assert [found["interrupted"] for found in stopped] == [expected] * 2  # asked in step 3, agreed in the next
     path = latest_checkpoint(run.checkpoints_dir, print)
     assert path is not None and path.name == "step-000004"
     assert logged_losses(run) == logged_losses(whole)[:4]
-    further = in_ranks(4, trained, bench, _processes(2), None, per_host=2)
+    before = saved_tensors(run)
+    assert before.keys() == saved_tensors(whole).keys()
+    further = in_ranks(4, trained, bench, settings, None, per_host=2)
     assert all(isinstance(found, dict) for found in further), further
+    assert {name: t.shape for name, t in saved_tensors(run).items()} == {n: t.shape for n, t in before.items()}
     assert logged_losses(run) == pytest.approx(logged_losses(whole), rel=1e-5)
     sessions = further[0]["manifest"]["sessions"]
     assert [(s["from_step"], s["to_step"]) for s in sessions] == [(0, 4), (4, 6)]

@@ -25,19 +25,19 @@ from pipeline.config import load_config
 from pipeline.tiny_target import tiny_model
 from tests.gate_tools import run_threads
 
-NAMES = ["one", "one, few rows", "threads", "processes"]
+NAMES = ["one", "one, few rows", "threads", "processes", "sharded"]
 
 
 def _lines() -> list[Line]:
-    """Return four lines as a run that went well gives them: two drafters 1.8 and 1.9 times as fast as one."""
+    """Return lines as a run that went well gives them: two drafters 1.8, 1.9 and 1.9 times as fast as one."""
     manifest = {"compiles_after_warmup": 0, "eager_bodies": 0, "replicas_equal": True, "sessions": []}
     flat = {"verdict": "pass", "value": "0 allocated, 0 reserved"}
-    rates, losses = (1000.0, 900.0, 1800.0, 1900.0), ([4.0, 2.0], [5.0, 4.0], [4.0, 2.00001], [4.0, 2.00001])
+    rates, losses = (1000.0, 900.0, 1800.0, 1900.0, 1900.0), ([4.0, 2.0], [5.0, 4.0], *[[4.0, 2.00001]] * 3)
     return [
         Line(
             name,
-            drafters=1 + number // 2,
-            gpus=1 + number // 2,
+            drafters=1 if number < 2 else 2,
+            gpus=1 if number < 2 else 2,
             rows=2 if number == 1 else 4,
             tokens_per_second=rates[number],
             waited={"drafters for others": 0.03},
@@ -61,17 +61,20 @@ def test_two_workers_of_the_cpu_are_compared_with_one(tmp_path: Path, capsys: py
     assert (code, record["faults"]) == (0, []), error
     assert record["command"] == f"python -m benchmarks.many {' '.join(arguments)}" and record["count"] == 2
     assert [line["name"] for line in record["lines"]] == NAMES
-    one, few, by_threads, by_processes = record["lines"]
-    assert [line["rows"] for line in record["lines"]] == [4, 2, 4, 4]
-    assert by_threads["losses"] == by_processes["losses"] and len(by_threads["losses"]) == SIZES["cpu"].steps
+    one, few, by_threads, by_processes, sharded = record["lines"]
+    assert [line["rows"] for line in record["lines"]] == [4, 2, 4, 4, 4]
+    assert (
+        by_threads["losses"] == by_processes["losses"] == sharded["losses"]
+        and len(by_threads["losses"]) == SIZES["cpu"].steps
+    )
     assert by_threads["loss_difference"] < 1e-5 and few["losses"] != one["losses"]
-    for line in (by_threads, by_processes):
+    for line in (by_threads, by_processes, sharded):
         assert line["strong_efficiency"] == pytest.approx(
             line["tokens_per_second"] / one["tokens_per_second"] / 2, abs=1e-3
         )
         assert len(line["manifest"]["workers"]) == 2
-    assert [len(line["manifest"]["targets"]) for line in record["lines"]] == [1, 1, 1, 2]
-    last = out.splitlines()[-4:]
+    assert [len(line["manifest"]["targets"]) for line in record["lines"]] == [1, 1, 1, 2, 2]
+    last = out.splitlines()[-5:]
     assert [line.split(" (")[0] for line in last] == NAMES
     assert "threads, strong scaling, the 4 rows of a step split: " in out
 
@@ -90,7 +93,8 @@ def test_every_arrangement_is_a_configuration_that_runs_and_has_the_same_micro_b
             config = load_config(laboratory.config, [*arrangement.overrides(size), *cold])
             assert config.train.micro_batch == size.rows and config.train.steps % config.train.log_every == 0
             assert config.train.batch_size == size.rows * (1 if arrangement.name == "one, few rows" else count)
-    one, _, threads, processes, apart = found
+    one, _, threads, processes, sharded, apart = found
+    assert sharded == replace(processes, name="sharded", sharded=True)
     assert len(one.drafters) == 1 and len(threads.drafters) == len(processes.drafters) == count
     if device == "cuda":
         assert threads.targets == threads.drafters == processes.targets
@@ -118,7 +122,7 @@ def test_scaling_is_said_in_words_and_in_the_table() -> None:
     assert "processes: waited: drafters for others 3.0%" in said
     head, *rows = table(record_of(lines))
     assert head.split()[:4] == ["rows", "tokens/s", "strong", "weak"]
-    assert " ".join(rows[2].split()) == "threads (2 drafters) 4 1,800 0.90 1.00 0 0 - flat 5.0e-06"
+    assert " ".join(rows[2].split()) == "threads (2 drafters) 4 1,800 0.90 1.00 0 0 - flat - 5.0e-06"
     assert rows[0].split()[-1] == "-"
 
 
@@ -129,7 +133,7 @@ def _failed(line: Line) -> Line:
 CHANGES: list[tuple[int, Callable[[Line], Line], str]] = [
     (2, _failed, "threads: no result in 120 s"),
     (0, _failed, "one: no result in 120 s"),
-    (3, lambda line: replace(line, losses=[4.0, 2.0]), "threads and processes gave different losses, and should"),
+    (4, lambda line: replace(line, losses=[4.0, 2.0]), "threads and sharded gave different losses, and should"),
     (1, lambda line: replace(line, manifest=line.manifest | {"eager_bodies": 3}), "one, few rows: 3 eager bodies"),
     (2, lambda line: replace(line, manifest=line.manifest | {"compiles_after_warmup": 1}), "threads: 1 compiles after"),
     (2, lambda line: replace(line, manifest=line.manifest | {"replicas_equal": False}), "threads: the replicas ended"),
@@ -147,10 +151,10 @@ def test_what_a_run_would_refuse_is_one_sentence_and_the_table_still_stands(
 ) -> None:
     lines = _lines()
     lines[number] = change(lines[number])
-    (found,) = faults(lines, "fp32")
-    assert found.startswith(said)
+    found = faults(lines, "fp32")
+    assert found[0].startswith(said) and len(found) == (2 if "different losses" in said else 1)  # of each pair
     records = record_of(lines)
-    assert json.loads(json.dumps(records)) and len(table(records)) == 5 and words(lines)
+    assert json.loads(json.dumps(records)) and len(table(records)) == 6 and words(lines)
     if lines[number].failed:
         assert table(records)[number + 1].endswith("FAILED: no result in 120 s")
 
@@ -159,7 +163,7 @@ def test_what_a_run_would_refuse_is_one_sentence_and_the_table_still_stands(
 def test_losses_that_are_not_one_drafters_are_a_fault(losses: list[float]) -> None:
     lines = _lines()
     lines[2:] = [replace(line, losses=losses) for line in lines[2:]]
-    assert [text.split(":")[0] for text in faults(lines, "bf16")][:2] == ["threads", "processes"]
+    assert [text.split(":")[0] for text in faults(lines, "bf16")][:3] == NAMES[2:]
 
 
 def test_an_arrangement_that_fails_is_a_line_and_the_others_still_run(
@@ -186,7 +190,7 @@ def test_an_arrangement_that_fails_is_a_line_and_the_others_still_run(
         "threads: no result in 120 s",
         "1 cold starts behind the gate did not go well: ended with -11: it said nothing",
     ]
-    assert out.splitlines()[-1].startswith("processes (2 drafters)")
+    assert out.splitlines()[-1].startswith("sharded (2 drafters)")
     assert json.loads(path.read_text())["lines"][2]["failed"] == "no result in 120 s"
     assert cold_lines([]) == []
 

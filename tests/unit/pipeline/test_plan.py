@@ -271,6 +271,33 @@ def test_what_no_gpu_of_the_kind_holds_is_refused() -> None:
         make_plan(online, deep, small, 1, workload(online))
 
 
+def test_a_sharded_optimizer_is_planned_and_proposed_where_only_it_fits() -> None:
+    base = [*BASE, "train.batch_size=8", "train.micro_batch=1", "data.features=cached"]
+    small, whole = gpu_of("h200,memory=22"), load_config(PRESET, base)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(whole, QWEN, small, 8, workload(whole))
+    proposed = "topology.workers: processes and topology.shard_optimizer: true"
+    assert caught.value.where == "train.micro_batch" and proposed in str(caught.value)
+    sharded = load_config(PRESET, [*base, "topology.workers=processes", "topology.shard_optimizer=true"])
+    plan = make_plan(sharded, QWEN, small, 8, workload(sharded))
+    assert plan.placings[0].drafters == 8 and all(split.drafters > 1 for split in plan.placings)
+    P = plan.drafter_parameters
+    assert plan.drafter_memory["float32 weights, gradients, moments"] == pytest.approx((4 + 12 / 8) * P)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(sharded, QWEN, small, 1, workload(sharded))  # among one there is nothing to divide
+    assert proposed not in str(caught.value)
+
+
+def test_a_sharded_optimizer_sends_less_and_updates_its_own_part() -> None:
+    drafter = drafter_of(load_config(PRESET, PAPER), QWEN)
+    P = costs.drafter_parameters(drafter)
+    both = [costs.exchange_seconds(drafter, H200, 4, sharded=sharded) for sharded in (False, True)]
+    assert both == pytest.approx([8 * P * 3 / 4 / H200.link, 6 * P * 3 / 4 / H200.link])
+    splits_ = [split_of(replace(WORK, sharded=sharded), 0, 4, 0.0, shared=True) for sharded in (False, True)]
+    saved = splits_[0].drafter_busy - splits_[1].drafter_busy
+    assert saved == pytest.approx(3 / 4 * WORK.optimizer.alone) and saved > 0
+
+
 def test_gpus_are_named_or_given() -> None:
     assert gpu_of("h200") is GPUS["h200"]
     linked = gpu_of("h200,link=50")
