@@ -53,8 +53,8 @@ SETTINGS: dict[str, Any] = {
         "num_prompts": 2,
         "max_new_tokens": 12,
         "min_tau": 1.0,
-        "min_tau_gain": 0.0,
-        "min_tau_gain_out_of_domain": 0.0,
+        "min_tau_gain": -1.0,
+        "min_tau_gain_out_of_domain": -1.0,
         "min_throughput_ratio": 0.0,
     },
 }

@@ -22,11 +22,29 @@ from pipeline.metrics import read
 from pipeline.runs import Run
 from pipeline.targets import load_target, resolve_target
 from tests import foreign_drafters as foreign
-from tests.tiny_run import TinyRun
+from tests.scenarios.conftest import MakeBench
+from tests.tiny import tiny_target
+from tests.tiny_run import TinyRun, write_prompts
 
 TRAINED = ("cache", "train")
+LEARNING = ("train.steps=24", "train.learning_rate=0.01")
+"""Of this file's target a drafter gets most tokens right after them."""
+GAIN = "verify.min_tau_gain=0.25"
 NO_SHAPE = ("drafter.num_layers=2", "drafter.target_layer_ids=[1, 3]")
 """The bench's configuration describes another drafter; with these it says what foreign_drafters.py makes."""
+
+
+@pytest.fixture(scope="module")
+def shared_bench(make_bench: MakeBench) -> TinyRun:
+    """One whose target can be learned, on prompts of one kind, so that a drafter passes the gates on what it gained.
+
+    Of the usual target's next token nothing is learned in so few steps: an untrained drafter that guesses one token of
+    44 by chance beats the trained one.
+    """
+    made = make_bench()
+    tiny_target(made.folder, initializer_range=0.05)
+    write_prompts(made.folder / "other.jsonl", (f"Tell me about {i}." for i in range(40, 50)))
+    return made
 
 
 def _target(bench: TinyRun) -> Any:
@@ -54,10 +72,7 @@ def test_a_foreign_drafter_is_trained_on_verified_and_exported_again(bench: Tiny
     theirs = _imported(bench, make(bench, tmp_path / "theirs"), tmp_path / "imported")
     start = load_drafter(theirs)
     taps = f"drafter.target_layer_ids={list(start.config.target_layer_ids)}"
-    # Steps that teach something, and all held-out prompts: a random drafter's tau of a few tokens is chance.
-    learning = ("train.steps=60", "train.learning_rate=3e-3", "verify.num_prompts=4")
-    further = (f"train.init_from={theirs}", *NO_SHAPE, taps, *learning)
-    run: Run = bench.go(*further)
+    run: Run = bench.go(f"train.init_from={theirs}", *NO_SHAPE, taps, *LEARNING, GAIN)
     losses = [record["loss"] for record in read(run.metrics_path)]
     assert losses[-1] < losses[0]
 
@@ -150,8 +165,8 @@ def test_a_head_is_trained_verified_exported_and_taken_up_again(
 ) -> None:
     """Added to a plain published drafter, which it leaves as it is at the start."""
     theirs = foreign.write(tmp_path / "theirs", foreign.zlab_config(), foreign.body())
-    settings = (f"train.init_from={theirs}", *NO_SHAPE, f"drafter.head={head}", "drafter.head_rank=8", "train.steps=8")
-    run = bench.go(*settings, "train.learning_rate=1e-3", "train.evaluate_every=4")
+    settings = (f"train.init_from={theirs}", *NO_SHAPE, f"drafter.head={head}", "drafter.head_rank=8", *LEARNING)
+    run = bench.go(*settings, GAIN, "train.evaluate_every=12")
     manifest = json.loads(run.manifest_path("train").read_text())
     plain = bench.go(f"train.init_from={theirs}", *NO_SHAPE, "train.steps=1", stages=TRAINED)
     at_start = [json.loads(r.manifest_path("train").read_text())["sessions"][0]["tau_at_start"] for r in (run, plain)]

@@ -229,6 +229,15 @@ def test_the_same_configuration_has_the_same_id_and_another_has_another() -> Non
     assert first.run_id() == again.run_id() != other.run_id()
 
 
+def test_what_changes_no_bit_leaves_the_id_as_it_is() -> None:
+    """A run that ran out of memory goes on in its folder with the optimizer sharded."""
+    processes = "topology.workers=processes"
+    whole, sharded = (
+        load_config(QUICKSTART, [processes, f"topology.shard_optimizer={value}"]) for value in ("false", "true")
+    )
+    assert whole.run_id() == sharded.run_id() != load_config(QUICKSTART).run_id() and whole != sharded
+
+
 def test_the_id_survives_writing_and_reading_the_resolved_configuration(tmp_path: Path) -> None:
     config = load_config(QUICKSTART, ["train.learning_rate=1e-5", "topology.drafters=[cpu]"])
     path = tmp_path / "resolved.yaml"

@@ -75,11 +75,12 @@ def test_the_seed_decides_a_batch_and_the_batches_before_it_do_not(make: Any) ->
 def test_texts_end_with_their_first_stop_token(make: Any) -> None:
     model = make()
     ((first, *_),) = texts_of(model, 0)
-    (texts,) = texts_of(model, 0, stops=(EOS_ID, first[3]), rows=32)
+    stops = {EOS_ID, *first[1:]}  # many, so that some of the texts meet one whatever the target prefers
+    (texts,) = texts_of(model, 0, stops=tuple(stops), rows=32)
     assert {len(text) for text in texts} > {NEW}
     for text in texts:
-        assert not {EOS_ID, first[3]} & set(text[:-1])
-        assert len(text) == NEW or text[-1] in (EOS_ID, first[3])
+        assert not stops & set(text[:-1])
+        assert len(text) == NEW or text[-1] in stops
 
 
 def test_batches_take_the_prefixes_in_turn() -> None:
