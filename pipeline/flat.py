@@ -14,27 +14,31 @@ ALIGNED = 128
 
 @dataclass(frozen=True)
 class Flat:
-    """`whole` is cut into parts of equal size; what one owner keeps is in its part. `views` are the tensors there."""
+    """`whole` holds one owner's tensors after another's, in `parts`. `views` are the tensors there."""
 
     whole: Tensor
+    parts: list[Tensor]
     views: list[Tensor]
 
     @classmethod
     def like(
-        cls, tensors: Sequence[Tensor], dtype: torch.dtype, *, owners: Sequence[int], parts: int, multiple: int = 1
+        cls, tensors: Sequence[Tensor], dtype: torch.dtype, owners: Sequence[int], num_owners: int, *, multiple: int = 1
     ) -> Flat:
         """Return room of `dtype` for `tensors`, filled with zeros.
 
-        owners     the part that each tensor lies in
-        multiple   a part has a multiple of so many times ALIGNED elements
+        owners     of each tensor, from 0; one that owns none has an empty part
+        multiple   each part has a multiple of so many times ALIGNED elements
         """
-        ends, places = [0] * parts, []
+        ends, places = [0] * num_owners, []
         for tensor, owner in zip(tensors, owners, strict=True):
             places.append((owner, ends[owner]))
             ends[owner] += -(-tensor.numel() // ALIGNED) * ALIGNED
         unit = ALIGNED * multiple
-        size = max(unit, -(-max(ends) // unit) * unit)
-        whole = torch.zeros(parts * size, dtype=dtype, device=tensors[0].device)
-        starts = [owner * size + at for owner, at in places]
-        views = [whole[s : s + t.numel()].view(t.shape) for s, t in zip(starts, tensors, strict=True)]
-        return cls(whole, views)
+        sizes = [-(-end // unit) * unit for end in ends]
+        whole = torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device)
+        parts = list(whole.split(sizes))
+        views = [
+            parts[owner][at : at + tensor.numel()].view(tensor.shape)
+            for (owner, at), tensor in zip(places, tensors, strict=True)
+        ]
+        return cls(whole, parts, views)

@@ -6,6 +6,8 @@ taken for one of the same files with other content.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from env.caches import CacheDirs
 from pipeline.catalogue import OWN_SOURCE, load_catalogue
 from pipeline.config import RunConfig
@@ -18,7 +20,7 @@ from pipeline.runs import Run, read_manifest
 def input_files(config: RunConfig) -> dict[str, str]:
     """Return the sha256 of each local file that prompts come from, and of the drafter that the run goes on with."""
     sources = [*(source.source for source in config.data.train), config.data.out_of_domain.source]
-    paths = {source: expand_user(source) for source in sources if source.endswith(".jsonl")}
+    paths = {source: expand_user(source) for source in sources if Path(source).suffix == ".jsonl"}
     if (folder := config.train.init_from) is not None:
         paths |= {f"{folder}/{name}": expand_user(folder) / name for name in ("config.json", "model.safetensors")}
     return {source: sha256_file(path) for source, path in paths.items() if path.is_file()}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash.compile import GateAborted
+from pipeline.errors import PipelineError
 from pipeline.flat import ALIGNED, Flat
 from pipeline.optim import Tensors
 from pipeline.ranks import Ranks
@@ -39,16 +40,25 @@ class RankExchange:
         replica.optimizer.use_gradients(self._gradients.views)
         whole = ranks.world * ALIGNED
         size = max(whole, CHUNK_BYTES // 4 // whole * whole)
-        self._received = torch.empty(min(size, self._gradients.whole.numel()), device=replica.device)
+        self._received = torch.empty(min(size, max(whole, self._gradients.whole.numel())), device=replica.device)
 
     def _laid_out(self, working: list[Tensor]) -> Flat:
         """Return room for float32 gradients of `working`."""
-        return Flat.like(working, torch.float32, owners=[0] * len(working), parts=1, multiple=self._ranks.world)
+        return Flat.like(working, torch.float32, [0] * len(working), 1, multiple=self._ranks.world)
 
     def join(self) -> None:
-        """Wait until all ranks are warm, and connect them."""
+        """Wait until all ranks are warm, and connect them. Raises PipelineError when they do not begin equal.
+
+        That is compared here also so that a later save finds the memory for it reserved.
+        """
         with self._together():
             self._ranks.join(self._replica.device)
+        if not self.equal():
+            raise PipelineError(
+                "the ranks begin with different weights",
+                where=self._replica.name,
+                fix="Give all hosts the same files, and the same checkpoints.",
+            )
 
     def wait(self) -> None:
         """There are no other threads here to wait for."""

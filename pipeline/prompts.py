@@ -14,7 +14,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": 
 class Prompt:
     """A conversation whose last message is the user's; `id` names its source and record.
 
-    Of a file the id has the name without its folder: ids draw the anchors, and the same file elsewhere (a colleague's
-    disk, a mount of the container) has to train the same drafter.
+    Of a file the id has the name without its folder, and a number where an earlier source has the same name: ids draw
+    the anchors, and the same file elsewhere (a colleague's disk, a mount of the container) has to train the same
+    drafter.
     """
 
     id: str
@@ -307,6 +308,7 @@ class _Drawer:
         self.config, self.load, self.tokenizer, self.write = config, load, tokenizer, write
         self.seen: set[str] = set()
         self.outside: set[str] = set()
+        self.names: dict[str, str] = {}
         self.num_too_long = 0
         self.own: dict[str, int] = {}
 
@@ -319,8 +321,9 @@ class _Drawer:
             self.seen.update(prompt.text_key() for prompt in written.prompts)
             self.own = written.counts
             return written.prompts
-        prompts = self.load(source.source)
-        random.Random(f"{self.config.seed}/{Path(source.source).name}").shuffle(prompts)  # as in Prompt: no folder
+        file, name = Path(source.source).name, self._name(source.source)
+        prompts = [replace(p, id=name + p.id.removeprefix(file)) for p in self.load(source.source)]
+        random.Random(f"{self.config.seed}/{name}").shuffle(prompts)
         wanted = source.count + num_extra
         taken: list[Prompt] = []
         num_repeated, num_long_before = 0, self.num_too_long
@@ -343,6 +346,14 @@ class _Drawer:
                 fix="Lower its count, raise data.max_prompt_tokens, or add another source.",
             )
         return taken
+
+    def _name(self, source: str) -> str:
+        """Return the name of a source without its folder; of the second file of a name with (2) behind it."""
+        if source not in self.names:
+            file = Path(source).name
+            same = sum(Path(other).name == file for other in self.names)
+            self.names[source] = f"{file}({same + 1})" if same else file
+        return self.names[source]
 
 
 def _dealt(parts: list[list[Prompt]]) -> list[Prompt]:

@@ -1,10 +1,11 @@
 """The optimizer's state cut among the ranks (ZeRO, stage 1, arXiv 1910.02054): each keeps the float32 weights and the
 moments of some parameters, updates those, and sends their rounded copies to the others.
 
-Of the 18 bytes that a bf16 parameter takes on a GPU, 12 are divided by the ranks; a step sends 6 bytes a parameter for
-8, and each rank updates its own only. Parameters are kept whole, so that the gradient's norm is added up in the order
-of one process: n ranks train to the same bits, sharded or not. Gradients and working weights stay whole on every rank:
-the compiled body and the CUDA graphs read and write them where they are.
+Of the 18 bytes that a bf16 parameter takes on a GPU, 12 are divided among the ranks; a step sends 6 bytes a parameter
+for 8, and each rank updates its own only. One rank keeps a parameter whole, so that the gradient's norm is added up in
+the order of one process: n ranks train to the same bits, sharded or not. The largest, as a rule `fc`, is therefore the
+least that some rank keeps, however many there are. Gradients and working weights stay whole on every rank: the compiled
+body and the CUDA graphs read and write them where they are.
 """
 
 from __future__ import annotations
@@ -56,29 +57,31 @@ class ShardedExchange(RankExchange):
         self._shard, self._owners = shard, shard.owners([p.numel() for p in working])
         super().__init__(ranks, replica, clock)
         self._sent = torch.empty_like(self._received)
-        self._weights = Flat.like(working, working[0].dtype, owners=self._owners, parts=shard.world)
+        self._weights = Flat.like(working, working[0].dtype, self._owners, shard.world)
         for parameter, view in zip(working, self._weights.views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
         replica.optimizer.partners = self
 
     def _laid_out(self, working: list[Tensor]) -> Flat:
-        return Flat.like(working, torch.float32, owners=self._owners, parts=self._shard.world)
+        return Flat.like(working, torch.float32, self._owners, self._shard.world)
 
     def _add_up(self) -> None:
         """Each rank gets the sums of what it keeps; the rest of its gradients stays its own."""
-        world = self._shard.world
-        parts = self._gradients.whole.view(world, -1)
-        width, end = self._received.numel() // world, parts.shape[1]
+        parts = self._gradients.parts
+        mine = parts[self._shard.rank]
+        width, end = self._received.numel() // self._shard.world, max(part.numel() for part in parts)
         for start in range(0, end, width):
-            piece = parts[:, start : start + width]
-            sent, received = (room[: piece.numel()].view_as(piece) for room in (self._sent, self._received))
-            sent.copy_(piece)
-            dist.all_to_all_single(received.view(-1), sent.view(-1))
-            first, *others = received
+            pieces = [part[start : start + width] for part in parts]
+            own = mine[start : start + width]
+            sizes = [piece.numel() for piece in pieces]
+            sent, received = self._sent[: sum(sizes)], self._received[: self._shard.world * own.numel()]
+            torch.cat(pieces, out=sent)
+            dist.all_to_all_single(received, sent, [own.numel()] * self._shard.world, sizes)
+            first, *others = received.view(self._shard.world, -1)
             for other in others:
                 first += other
-            piece[self._shard.rank].copy_(first)
+            own.copy_(first)
 
     def complete(self, values: Tensor) -> None:
         """Add up, in place, values of which each is 0 on all ranks but one."""
@@ -87,14 +90,15 @@ class ShardedExchange(RankExchange):
 
     def spread(self) -> None:
         """Give all ranks the working weights that each has updated."""
-        own = self._weights.whole.view(self._shard.world, -1)[self._shard.rank]
         with self._together():
-            dist.all_gather_into_tensor(self._weights.whole, own)
+            for owner, part in enumerate(self._weights.parts):
+                if part.numel():
+                    dist.broadcast(part, src=owner)
         # Written by another name: what watches the weights for changes (fp8.refresh) would not see it.
         torch.autograd.graph.increment_version(self._replica.optimizer.working)
 
     def tensors(self) -> Tensors:
-        """Return all weights and moments on the first rank, on the CPU; all ranks call it together."""
+        """Return all weights and moments on the first rank, on the CPU: 12 bytes a parameter. All ranks call it."""
         optimizer = self._replica.optimizer
         own, found = optimizer.tensors(), Tensors({"weights": {}, "optimizer": {}})
         for name, parameter, owner in zip(optimizer.names, optimizer.working, self._owners, strict=True):
@@ -112,15 +116,15 @@ class ShardedExchange(RankExchange):
         if owner == 0:
             return tensor.to("cpu", copy=True) if leads and tensor is not None else None
         whole = torch.empty(shape) if leads else None
-        with self._together():
-            for start in range(0, shape.numel(), self._received.numel()):
-                piece = self._received[: shape.numel() - start]
-                at = slice(start, start + piece.numel())
-                if tensor is not None:
-                    piece.copy_(tensor.reshape(-1)[at])
+        for start in range(0, shape.numel(), self._received.numel()):
+            piece = self._received[: shape.numel() - start]
+            at = slice(start, start + piece.numel())
+            if tensor is not None:
+                piece.copy_(tensor.reshape(-1)[at])
+            with self._together():
                 dist.broadcast(piece, src=owner)
-                if whole is not None:
-                    whole.view(-1)[at] = piece.cpu()
+            if whole is not None:
+                whole.view(-1)[at] = piece.cpu()
         return whole
 
     def equal(self) -> bool:

@@ -200,6 +200,15 @@ def sharded(ranks: Ranks, dtype: torch.dtype, steps: int, chunk_bytes: int) -> d
     return found
 
 
+def joined(ranks: Ranks, alike: bool) -> str:
+    """Return what a rank is told when it joins the others, whose weights are its own or not."""
+    exchange = RankExchange(ranks, StandIn(ranks.rank, made_up(99 if alike else ranks.rank)))  # type: ignore[arg-type]
+    exchange.join()
+    exchange.settle()
+    exchange.close()
+    return "joined"
+
+
 def lost(ranks: Ranks, when: str) -> str:
     """Return what rank 0 is told when its partner leaves without a word: before it joins, in a step, or at the end."""
     from pipeline import ranks as ranks_module

@@ -7,13 +7,18 @@ the Python that starts its kernels, which a larger micro-batch does not make lon
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from benchmarks.flops import StepFlops, expected_pairs, optimizer_bytes, step_flops
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
+from dflash.model import DFlashDraftModel
 from pipeline.errors import ConfigError
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.shapes import TargetShape
+from pipeline.sharded import Shard
 
 PRODUCTS = 0.890
 """Share of the matmul rate that products reach, with all that grows with their rows (norms, softmax, float32 sums)."""
@@ -137,12 +142,26 @@ def optimizer_seconds(drafter: DrafterConfig, gpu: Gpu) -> Seconds:
     return Seconds(traffic / (OPTIMIZER * gpu.copy), OPTIMIZER_HOST * drafter.num_hidden_layers)
 
 
+@cache
+def kept_share(drafter: DrafterConfig, drafters: int) -> float:
+    """Return the share of the parameters that one of `drafters` keeps at the most when the optimizer is sharded: an
+    even one, but for a parameter that is larger (pipeline/sharded.py)."""
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in DFlashDraftModel(drafter).parameters()]
+    held = [0] * drafters
+    for size, owner in zip(sizes, Shard(0, drafters).owners(sizes), strict=True):
+        held[owner] += size
+    return max(held) / sum(sizes)
+
+
 def exchange_seconds(drafter: DrafterConfig, gpu: Gpu, drafters: int, *, sharded: bool = False) -> float:
     """Return what adding up float32 gradients over `drafters` GPUs takes: each receives, and sends, every gradient
-    twice but for its own share; once, and its rounded weight, where the optimizer is sharded. By formula; not measured.
+    twice but for its own share; where the optimizer is sharded, those that it keeps, and all rounded weights. By
+    formula; not measured.
     """
-    size = 4 + 2 if sharded else 4 + 4
-    return size * drafter_parameters(drafter) * (drafters - 1) / drafters / gpu.link
+    others = (drafters - 1) / drafters
+    size = 4 * kept_share(drafter, drafters) * (drafters - 1) + 2 * others if sharded else (4 + 4) * others
+    return size * drafter_parameters(drafter) / gpu.link
 
 
 def target_flops(target: TargetShape, micro: Micro) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash.config import DrafterConfig
-from pipeline.plan.costs import KEY_BUCKET, Micro, drafter_parameters
+from pipeline.plan.costs import KEY_BUCKET, Micro, drafter_parameters, kept_share
 from pipeline.plan.shapes import TargetShape
 from pipeline.turns import Turns
 
@@ -29,7 +29,8 @@ def drafter_memory(
     """Return what a drafter's GPU holds at its peak, at the start of the backward.
 
     head_rows   supervised slots whose logits exist at once
-    keepers     ranks that float32 weights and moments are divided among (pipeline/sharded.py); gradients are not
+    keepers     ranks that float32 weights and moments are divided among (pipeline/sharded.py); gradients are not, and
+                this is the GPU of the one that keeps most
     A slot leaves 3 F + 11 D numbers in each layer, a context token its keys and values, as made and repeated for each
     query head (fitted on six cases of invoke bench).
     """
@@ -37,7 +38,7 @@ def drafter_memory(
     slot = 3 * drafter.intermediate_size + 11 * drafter.hidden_size
     context = 2 * (drafter.num_attention_heads + drafter.num_key_value_heads) * drafter.head_dim
     return {
-        "float32 weights, gradients, moments": (4.0 + 12.0 / keepers) * P,
+        "float32 weights, gradients, moments": (4.0 + 12.0 * kept_share(drafter, keepers)) * P,
         "bf16 weights": 2.0 * P,
         "the target's tables": table_bytes(target),
         "features": feature_bytes(drafter, micro, soft=soft),

@@ -144,7 +144,8 @@ def make_plan(config: RunConfig, target: TargetShape, gpu: Gpu, gpus: int, workl
     work, found = _placings(config, drafter, target, micro, gpu, gpus)
     on_target = memory.target_memory(drafter, target, micro, turns=Turns(targets=1, drafters=1), soft=soft)
     if not found:
-        on_drafter = _held(config, drafter, target, micro, gpus)
+        most = max(count for count in range(1, gpus + 1) if work.pieces % count == 0)
+        on_drafter = _held(config, drafter, target, micro, most)
         need = max(sum(on_drafter.values()), 0.0 if cached else sum(on_target.values()))
         raise ConfigError(
             f"a micro-batch of {micro.rows} rows needs {need / 2**30:.0f} GiB, {gpu.name} has {usable / 2**30:.0f}",
@@ -243,15 +244,15 @@ def _placings(
 ) -> tuple[Work, list[Split]]:
     """Return the work of a step in such micro-batches, and every placing that fits in memory."""
     soft, cached, recorded = config.train.soft_weight > 0, config.data.features == "cached", config.compile.cuda_graphs
-    nothing = costs.Seconds(0.0, 0.0)
+    nothing, sharded, counts = costs.Seconds(0.0, 0.0), config.topology.shard_optimizer, range(1, gpus + 1)
     work = Work(
         pieces=config.train.batch_size // micro.rows,
         drafter=costs.drafter_seconds(drafter, micro, gpu, soft=soft, recorded=recorded),
         target=nothing if cached else costs.target_seconds(target, micro, gpu, recorded=recorded),
         optimizer=costs.optimizer_seconds(drafter, gpu),
-        sharded=config.topology.shard_optimizer,
+        kept=tuple(costs.kept_share(drafter, count) for count in counts) if sharded else (),
     )
-    exchange = [costs.exchange_seconds(drafter, gpu, n, sharded=work.sharded) for n in range(1, gpus + 1)]
+    exchange = [costs.exchange_seconds(drafter, gpu, count, sharded=sharded) for count in counts]
     usable = memory.USABLE * gpu.memory
 
     def fits(split: Split) -> bool:

@@ -24,8 +24,8 @@ class Work:
     """Features of one; nothing when they are cached."""
     optimizer: Seconds
     """Of all parameters."""
-    sharded: bool = False
-    """Drafters divide the optimizer among them."""
+    kept: tuple[float, ...] = ()
+    """The share of them that one of 1, 2, ... drafters updates; empty: each updates all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def split_of(work: Work, targets: int, drafters: int, exchange: float, *, shared
     turns = work.pieces // drafters
     fed = -(-work.pieces // targets) if targets else 0
     beside = fed if shared else 0
-    update = exchange + work.optimizer.alone / (drafters if work.sharded else 1)
+    update = exchange + work.optimizer.alone * (work.kept[drafters - 1] if work.kept else 1)
     return Split(
         targets=targets,
         drafters=drafters,

@@ -28,6 +28,7 @@ from tests.rank_tools import (
     exchanged,
     free_port,
     in_ranks,
+    joined,
     lost,
     made_up,
     store_server,
@@ -63,6 +64,14 @@ def test_ranks_add_up_gradients_in_the_order_of_threads_whatever_is_sent_at_once
 def test_the_made_up_gradients_tell_one_order_from_another() -> None:
     forward, backward = threads_total([made_up(i) for i in range(3)]), threads_total([made_up(2 - i) for i in range(3)])
     assert not all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+
+
+def test_ranks_that_begin_with_different_weights_are_refused_all_of_them() -> None:
+    assert in_ranks(2, joined, True) == ["joined"] * 2
+    told = in_ranks(2, joined, False)
+    assert [line.split(" weights")[0] for line in told] == [
+        f"PipelineError: drafter-{rank}: the ranks begin with different" for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("when", ["join", "step", "close"])

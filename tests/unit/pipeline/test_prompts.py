@@ -191,6 +191,18 @@ def test_the_folder_of_the_files_decides_nothing(folder: Path, tmp_path: Path) -
     assert collect(run_config(moved)) == collect(run_config(folder))
 
 
+def test_files_of_the_same_name_are_told_apart(folder: Path) -> None:
+    """Otherwise two samples would have the same id, and so the same anchors."""
+    (folder / "b").mkdir()
+    other = folder / "b" / "a.jsonl"
+    other.write_bytes((folder / "b.jsonl").read_bytes())
+    sources = [{"source": str(path), "count": 6} for path in (folder / "a.jsonl", other)]
+    sets = collect(run_config(folder, train=sources))
+    everything = [*sets.train, *sets.held_out, *sets.out_of_domain]
+    assert len({prompt.id for prompt in everything}) == len(everything)
+    assert {prompt.id.split(":")[0] for prompt in everything} == {"a.jsonl", "a.jsonl(2)", "ood.jsonl"}
+
+
 def test_more_held_out_prompts_leave_the_training_set_alone(folder: Path) -> None:
     one_source = [{"source": str(folder / "a.jsonl"), "count": 12}]
     few, many = (collect(run_config(folder, train=one_source, held_out=n)) for n in (4, 8))
