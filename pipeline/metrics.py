@@ -68,7 +68,8 @@ class Progress:
     """Training's line: step, tokens/s, loss, estimated accepted length, time left.
 
     A live bar on a terminal; elsewhere a plain line every `every_seconds`, and always for the last step.
-    Use as a context manager and call `update` after each step.
+    Use as a context manager and call `update` after each step. The time left is that of the steps since the first,
+    which waits for the warm-up.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Progress:
         every_seconds: float = 10.0,
         console: Console | None = None,
     ) -> None:
-        self._total, self._start, self._description = total, start, description
+        self._total, self._description = total, description
         self._every, self._console = every_seconds, console or Console(stderr=True)
-        self._begin = self._last_line = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._last_line = time.monotonic()
         self._bar: RichProgress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
@@ -98,7 +100,7 @@ class Progress:
             self._task = self._bar.add_task(description, total=total, completed=start, status="")
 
     def __enter__(self) -> Progress:
-        self._begin = self._last_line = time.monotonic()
+        self._last_line = time.monotonic()
         if self._bar:
             self._bar.start()
         return self
@@ -119,12 +121,20 @@ class Progress:
             self._bar.update(self._task, completed=step, status="  ".join(parts))
             return
         now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
         if step >= self._total or now - self._last_line >= self._every:
             self._last_line = now
-            done = step - self._start
-            left = (now - self._begin) / done * (self._total - step) if done > 0 else math.nan
+            left = self._seconds_left(step, now - self._first[1], step - self._first[0])
             line = f"{self._description}: step {step}/{self._total}  {'  '.join(parts)}  {duration(left)} left"
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _seconds_left(self, step: int, seconds: float, steps: int) -> float:
+        """Return how long the rest takes if it is like the last `steps`, which took `seconds`; NaN if that is none."""
+        rest = self._total - step
+        if rest <= 0:
+            return 0.0
+        return seconds / steps * rest if steps > 0 else math.nan
 
 
 class Bar:

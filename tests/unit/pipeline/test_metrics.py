@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pipeline import metrics
 from pipeline.errors import DataError
 from pipeline.metrics import MetricsLog, Progress, duration, progress_bar, read
 
@@ -89,6 +90,16 @@ def test_without_a_terminal_every_line_is_shown_when_the_interval_is_over() -> N
         for step in (1, 2, 3):
             progress.update(step, loss=1.0, tokens_per_second=10)
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [f"train: step {n}/3" for n in (1, 2, 3)]
+
+
+def test_the_time_left_leaves_out_the_warm_up_that_the_first_step_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    with Progress(150, start=100, every_seconds=0, console=Console(file=out, width=200)) as progress:
+        for step, seconds in ((101, 600.0), (111, 610.0), (150, 660.0)):
+            now[0] = seconds
+            progress.update(step, loss=1.0, tokens_per_second=10)
+    assert [line.split("  ")[-1] for line in out.getvalue().splitlines()] == ["? left", "39 s left", "0 s left"]
 
 
 def test_on_a_terminal_progress_is_a_live_bar() -> None:
