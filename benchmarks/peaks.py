@@ -39,9 +39,10 @@ def seconds_of(function: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - begin
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
-    first.record()
-    function()
-    last.record()
+    with torch.cuda.device(device):  # events are recorded in the current device's stream
+        first.record()
+        function()
+        last.record()
     torch.cuda.synchronize(device)
     return first.elapsed_time(last) / 1e3
 
@@ -60,7 +61,7 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
             return
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._marks.append(event)
 
     def seconds(self) -> list[float]:

@@ -36,6 +36,8 @@ from pipeline.stages import STAGES, is_finished
 from pipeline.target_forward import recorded_shapes
 from pipeline.targets import resolve_target, target_config
 
+GATE = ("name", "value", "limit", "verdict", "detail")
+
 
 def drafter_flops(config: DrafterConfig, training: Mapping[str, Any], text_tokens: float) -> float:
     """Return the operations of all training steps: forward and backward of the tokens and supervised blocks that there
@@ -140,6 +142,7 @@ def summary(run: Run) -> dict[str, Any]:
         "loss_last": losses[-1],
         "tau": {name: {kind: tau[name][kind] for kind in ("chained", "decoded", "untrained")} for name in tau},
         "gpu_minutes": round(gpu_seconds / 60, 2),
+        "gates": [{key: gate.get(key) for key in GATE} for gate in manifests["verify"]["gates"]],
     }
 
 

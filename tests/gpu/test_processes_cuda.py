@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_a_rank_that_is_killed_while_another_waits_in_a_collective_is_named_and_
     run = bench.go(*SETTINGS, HOMES["cached"], PROCESSES, stages=("cache",))
     script = tmp_path / "pipeline_rank.py"
     script.write_text(_DIES)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     with pytest.raises(RankLost, match=r"^rank 1: was killed by SIGKILL"):
         launch(run, command=(sys.executable, str(script)))
     path = latest_checkpoint(run.checkpoints_dir, print)

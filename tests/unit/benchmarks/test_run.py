@@ -43,6 +43,7 @@ SESSION: dict[str, Any] = {
         "waited": {"drafter-0": {"others": 2.0, "features": 4.0}, "target-0": {"room": 1.0}},
     },
 }
+GATE = {"name": "loss fell", "value": 0.5, "limit": "< 1", "verdict": "pass", "detail": "over 2 records"}
 TAU = {"decoded": 1.5, "chained": 1.4, "untrained": 1.1, "tokens": 30, "calls": 20}
 
 
@@ -62,7 +63,7 @@ def made_run(folder: Path, **head: Any) -> Run:
     sessions = [{**SESSION, "from_step": 0, "to_step": 6}, {**SESSION, "from_step": 6, "to_step": 12}]
     train = {"steps": 12, "workers": ["drafter-0 on cpu (sdpa)"], "sessions": sessions, "training": summed(sessions)}
     atomic_write_json(run.manifest_path("train"), {**train, "seconds": 30.0, **done})
-    verify = {"verdict": "pass", "gates": [], "tau": {"held_out": TAU, "out_of_domain": {**TAU, "decoded": 1.2}}}
+    verify = {"verdict": "pass", "gates": [GATE], "tau": {"held_out": TAU, "out_of_domain": {**TAU, "decoded": 1.2}}}
     atomic_write_json(run.verify_path, {**verify, "seconds": 50.0, **done})
     return run
 
@@ -91,6 +92,7 @@ def test_the_record_adds_up_what_the_stages_wrote(
     assert training["waited_share"]["drafter-0"] == {"others": 0.1, "features": 0.2}
     assert (found["loss_first"], found["loss_last"]) == (6.0, 3.0)
     assert found["tau"]["out_of_domain"] == {"decoded": 1.2, "chained": 1.4, "untrained": 1.1}
+    assert found["gates"] == [GATE]
     assert found["gpu_minutes"] == 0 and found["peaks"]["matmul_flops"] == 1e10
     assert {"date", "device", "torch", "cpu", "gpus"} <= set(found)
     assert found["command"].startswith(f"python -m benchmarks.run {run.folder} --json ")
