@@ -314,6 +314,19 @@ def test_each_node_of_several_gives_its_own_share_of_the_gpus(
         assert engine != "apptainer" or f"--bind {tmp_path}/cache/tmp:/tmp " in line
 
 
+@pytest.mark.parametrize("engine", ["docker", "podman", "apptainer"])
+def test_the_ranks_in_the_containers_have_what_a_site_sets_for_its_network(engine: str, tmp_path: Path) -> None:
+    """On a host with several cards NCCL and gloo may take one that the others cannot reach."""
+    given = {"DFLASH_ENGINE": engine, "NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth1", "NOT_NCCL_X": "1"}
+    out, err = _several_hosts(tmp_path, "", gpus="0", **given).communicate(timeout=60)
+    lines = re.findall("words (.*)", out)
+    assert err == "" and len(lines) == 3
+    for words in map(str.split, lines):
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            assert (f"APPTAINERENV_{name}=eth1" if engine == "apptainer" else f"--env={name}") in words
+        assert not any("NOT_NCCL_X" in word for word in words)
+
+
 def test_a_step_that_was_given_no_gpus_of_the_jobs_says_so_and_nothing_runs(tmp_path: Path) -> None:
     job = _several_hosts(tmp_path, "", gpus="")
     out, err = job.communicate(timeout=60)
