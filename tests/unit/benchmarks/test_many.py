@@ -91,6 +91,7 @@ def test_every_arrangement_is_a_configuration_that_runs_and_has_the_same_micro_b
     for arrangement in found:
         for cold in ([], list(size.cold)):
             config = load_config(laboratory.config, [*arrangement.overrides(size), *cold])
+            assert not (cold and config.recorded)  # without the gate they would be recorded at once
             assert config.train.micro_batch == size.rows and config.train.steps % config.train.log_every == 0
             assert config.train.batch_size == size.rows * (1 if arrangement.name == "one, few rows" else count)
     one, _, threads, processes, sharded, apart = found
