@@ -66,19 +66,27 @@ def counting_backend(name: str, note: Callable[[str], None]) -> Callable[..., An
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        # A precompiled header (about 120 MB) would go to the temporary folder, which a container loses at each start:
-        # torch 2.11.0 then compiles it anew in every process that only loads C++ kernels from disk.
-        no_headers = {"cpp_cache_precompile_headers": False}
+        patches = {
+            # A precompiled header (about 120 MB) would go to the temporary folder, which a container loses at each
+            # start: torch 2.11.0 then compiles it anew in every process that only loads C++ kernels from disk.
+            "cpp_cache_precompile_headers": False,
+            # Otherwise the tile of a reduction is the one that was fastest when it was built, and with it the order of
+            # its sum: a run with a new compile cache ended with other bits than the one before (NOTES.md, 2026-12-01).
+            "deterministic": True,
+        }
 
         @functools.wraps(compile_fx_inner)
         def inner(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("is_backward"):
                 note("backward")
-            return compile_fx_inner(*args, **kwargs)
+            # Only Inductor's own CUDA graphs need to know which inputs never move. Told so, torch 2.11.0 also writes
+            # where each lies in its storage into the key: ranks whose weights lie in one tensor would build anew what
+            # the cache stage built for weights that lie apart.
+            return compile_fx_inner(*args, **kwargs | {"static_input_idxs": ()})
 
         def backend(module: Any, inputs: Any) -> Any:
             note("forward")
-            return compile_fx(module, inputs, inner_compile=inner, config_patches=no_headers)
+            return compile_fx(module, inputs, inner_compile=inner, config_patches=patches)
 
         return backend
     if name == "aot_eager":
