@@ -13,6 +13,8 @@ from typing import Any
 
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
+from dflash.compile.settings import keep_keys
+
 
 @dataclass(frozen=True)
 class CompileEvent:
@@ -66,6 +68,7 @@ def counting_backend(name: str, note: Callable[[str], None]) -> Callable[..., An
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+        keep_keys()
         patches = {
             # A precompiled header (about 120 MB) would go to the temporary folder, which a container loses at each
             # start: torch 2.11.0 then compiles it anew in every process that only loads C++ kernels from disk.

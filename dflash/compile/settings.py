@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+
 import torch
 import torch._dynamo
 
@@ -25,6 +27,22 @@ def configure_thread() -> None:
         setattr(torch._dynamo.config, name, value)
     # Its opposite would run unfused eager code in silence: 1,515 of 3,891 calls were seen to.
     torch._dynamo.config.error_on_nested_fx_trace = True
+
+
+def keep_keys() -> None:
+    """Let the keys of compiled graphs not depend on what a process imported first.
+
+    torch 2.11.0 hashes a pickle of each input's layout, and a memory format is pickled by its name alone,
+    "torch.contiguous_format". The module that goes with it is the first one in sys.modules that has a `torch`: another
+    one where transformers, or a test, was imported before torch, and what one process built another built anew. (A dtype's
+    name is looked for likewise, but few modules have a `bfloat16` of their own.)
+    """
+    copyreg.pickle(torch.memory_format, lambda kept: (_memory_format, (str(kept),)))
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    found: torch.memory_format = getattr(torch, name.removeprefix("torch."))
+    return found
 
 
 def shim_missing_gpu() -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,38 @@ def test_weights_that_lie_in_one_tensor_load_what_was_built_for_weights_that_lie
         for start, weight in zip((0, 32), together.parameters(), strict=True):
             weight.data = whole[start : start + 16].view(4, 4)
         assert _disk_counts_of(together) == {"built": 0, "loaded": 2}
+
+
+IN_A_PROCESS = """
+import sys, types
+first = types.ModuleType("first")
+sys.modules["first"] = first
+import torch
+{then}
+import torch._functorch.config
+from tests.unit.dflash.compile.test_inductor import Products, _disk_counts_of
+with torch._functorch.config.patch(enable_autograd_cache=False):
+    print(_disk_counts_of(Products()))
+"""
+
+
+def test_what_a_process_built_is_loaded_by_one_that_imported_something_else_before_torch(
+    cold: None, repository: Path
+) -> None:
+    """The key had the name of the first module that has a `torch`: transformers' where that was imported first."""
+
+    def counts(then: str) -> str:
+        command = [sys.executable, "-c", IN_A_PROCESS.format(then=then)]
+        return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert counts("") == "{'built': 2, 'loaded': 0}"
+    assert counts("first.torch = torch") == "{'built': 0, 'loaded': 2}"
+
+
+def test_memory_formats_are_pickled_as_they_were_meant() -> None:
+    counting_backend("inductor", lambda direction: None)
+    for kept in (torch.contiguous_format, torch.channels_last):
+        assert pickle.loads(pickle.dumps(kept)) is kept
 
 
 def test_kernels_are_chosen_by_rule_in_forward_and_backward_and_nowhere_else(
