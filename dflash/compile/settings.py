@@ -34,8 +34,8 @@ def keep_keys() -> None:
 
     torch 2.11.0 hashes a pickle of each input's layout, and a memory format is pickled by its name alone,
     "torch.contiguous_format". The module that goes with it is the first one in sys.modules that has a `torch`: another
-    one where transformers, or a test, was imported before torch, and what one process built another built anew. (A dtype's
-    name is looked for likewise, but few modules have a `bfloat16` of their own.)
+    one where transformers, or a test, was imported before torch, and what one process built another built anew. (The
+    name of a dtype is looked for likewise, but few modules have a `bfloat16` of their own.)
     """
     copyreg.pickle(torch.memory_format, lambda kept: (_memory_format, (str(kept),)))
 
