@@ -1,18 +1,16 @@
 """Several GPUs: one drafter on one of them, and as many as there are, by threads and by processes. One table.
 
-    python -m benchmarks.many [--json FILE] [--gpus N] [--cold-starts K] [--apart]
+    python -m benchmarks.many [--json FILE] [--gpus N] [--apart]
 
 Each line is a whole `train` (benchmarks/many_runs.py) with features online: every GPU has a target and a drafter. A
 drafter takes micro-batches of the same size everywhere. Strong scaling: the rows of a step stay the same and are split,
 N micro-batches of one drafter or one of each of N. Weak scaling: each drafter has one micro-batch a step, so N have N
 times the rows. Efficiency is tokens/s over N times those of one GPU. The target, of SmolLM2's size, and its answers are
 random, so losses say only whether the arrangements agree: threads, processes and processes that shard the optimizer bit
-for bit, one drafter within rounding. Memory is that of all GPUs added up, exact to the byte between all lines after the
-first tenth, also over a checkpoint; what one GPU took, another would have to let go in the same step.
+for bit, one drafter within rounding. Memory must be the same to the byte on each GPU between all lines after the
+first tenth, also over a checkpoint; the table has all GPUs' added up.
 
---apart adds a line with drafters on some GPUs and targets on the others. --cold-starts K starts N drafters by threads K
-times with an empty compile cache, behind the gate and without it, and counts what crashed, gave no result in time, ran
-a drafter's body as plain Python or compiled late.
+--apart adds a line with drafters on some GPUs and targets on the others. benchmarks/cold.py is about starts.
 
 Exit code 4 when an arrangement failed or gave what a run would refuse; 2 when the GPUs are not there.
 """
@@ -38,7 +36,7 @@ from benchmarks.many_runs import SIZES, Laboratory, Line, arrangements
 from dflash.errors import DFlashError
 
 LIMIT_SECONDS = 120.0
-"""Of one arrangement or cold start, if not said otherwise."""
+"""Of one arrangement, if not said otherwise."""
 AIM = 0.9
 """Efficiency that the project wants from 1 to 4 drafters."""
 LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -156,42 +154,23 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def cold_lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for the cold starts with the gate and one for those without."""
-    names = ("starts", "well", "crashed", "hung", "eager", "late")
-    lines = [f"{'cold starts':28} " + " ".join(f"{name:>9}" for name in (*names, "seconds"))] if found else []
-    for counts in found:
-        cells = [*(str(counts[name]) for name in names), f"{counts['seconds']:.0f}"]
-        lines.append(
-            f"{'behind the gate' if counts['gate'] else 'without it':28} " + " ".join(f"{c:>9}" for c in cells)
-        )
-    return lines
-
-
 def run(device: str, count: int, options: argparse.Namespace, command: str) -> int:
     """Run everything, print sentences and then the table, write the record, and return the exit code."""
     about = header(command, torch.device("cuda:0" if device == "cuda" else "cpu"))
-    size, lines, colds = SIZES[device], list[Line](), list[dict[str, Any]]()
+    size, lines = SIZES[device], list[Line]()
     with tempfile.TemporaryDirectory(prefix="dflash-many-") as folder:
         laboratory = Laboratory(Path(folder), device, count, options.limit)
         for arrangement in arrangements(device, count, options.apart):
             line = laboratory.measure(arrangement)
             print(f"{line.name}: {line.failed or 'done'} ({line.seconds:.0f} s)", flush=True)
             lines.append(line)
-        for gated in (True, False) if options.cold_starts else ():
-            colds.append(laboratory.cold(gated, options.cold_starts))
-            print("\n".join(cold_lines(colds)[-1:]), flush=True)
     records, found = record_of(lines), faults(lines, size.precision)
-    for counts in colds:
-        if counts["gate"] and counts["well"] < counts["starts"]:
-            said = "; ".join(counts["said"])
-            found.append(f"{counts['starts'] - counts['well']} cold starts behind the gate did not go well: {said}")
     if options.json:
-        result = {**about, "count": count, "size": asdict(size), "lines": records, "cold_starts": colds}
+        result = {**about, "count": count, "size": asdict(size), "lines": records}
         options.json.write_text(json.dumps({**result, "faults": found}, indent=2) + "\n", encoding="utf-8")
     for fault in found:
         print(fault, file=sys.stderr, flush=True)
-    print("\n".join([*words(lines), *cold_lines(colds), f"{about['device']} x {count}", *table(records)]), flush=True)
+    print("\n".join([*words(lines), f"{about['device']} x {count}", *table(records)]), flush=True)
     return 4 if found else 0
 
 
@@ -206,8 +185,8 @@ def checked(options: argparse.Namespace) -> tuple[str, int]:
         raise DFlashError(f"{count} is too few to compare one drafter with", where="--gpus", fix="Take 2 or more.")
     if options.json and not options.json.absolute().parent.is_dir():
         raise DFlashError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
-    if options.cold_starts < 0 or options.limit <= 0:
-        raise DFlashError("a number below 0 means nothing", where="--cold-starts, --limit", fix="Leave it out.")
+    if options.limit <= 0:
+        raise DFlashError("has to be above 0", where="--limit", fix="Leave it out.")
     return device, count
 
 
@@ -219,7 +198,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="default: all that are here; of the CPU 2 drafters")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to try the script")
     parser.add_argument("--apart", action="store_true", help="also drafters on some GPUs, targets on the others")
-    parser.add_argument("--cold-starts", type=int, default=0, metavar="K", help="of each kind; each takes a minute")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds of one run; default %(default)s")
     options = parser.parse_args(arguments)
     try:

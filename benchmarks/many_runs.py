@@ -221,36 +221,6 @@ class Laboratory:
             line.allocated_gib = round(metrics[-1]["allocated_bytes"] / 2**30, 2)
         return line
 
-    def cold(self, gated: bool, times: int) -> dict[str, Any]:
-        """Return how often N drafters that started cold, by threads, did what."""
-        counts: dict[str, Any] = {"gate": gated, "starts": times, "crashed": 0, "hung": 0, "eager": 0, "late": 0}
-        counts |= {"well": 0, "seconds": 0.0, "said": []}
-        many = by_threads(self.device, self.count)
-        for number in range(times):
-            begin = time.perf_counter()
-            with tempfile.TemporaryDirectory(prefix="cold-", dir=self.folder) as folder:
-                cache = Path(folder)
-                for kind in ("data", "models"):
-                    (self.folder / "cache" / kind).mkdir(parents=True, exist_ok=True)
-                    (cache / kind).symlink_to(self.folder / "cache" / kind)
-                name = f"name=cold-{'gate' if gated else 'none'}-{number}"
-                flags = () if gated else ("--no-gate",)
-                failed, run = self.start([*many.overrides(self.size), *self.size.cold, name], cache, *flags)
-            counts["seconds"] = round(counts["seconds"] + time.perf_counter() - begin, 1)
-            manifest = read_manifest(run / "train.json") or {}
-            found = {
-                "crashed": failed.startswith("ended"),
-                "hung": failed.startswith("no result"),
-                "eager": bool(manifest.get("eager_bodies")),
-                "late": bool(manifest.get("compiles_after_warmup")),
-            }
-            for what, happened in found.items():
-                counts[what] += happened
-            counts["well"] += not any(found.values())
-            if failed and failed not in counts["said"]:
-                counts["said"].append(failed)
-        return counts
-
 
 def kill_tree(child: subprocess.Popen[Any]) -> None:
     """Kill a process and all that it started, if it still lives."""
