@@ -30,7 +30,7 @@ FOLDER = ROOT / "env" / "launch"
 NAMES = ("slurm.sbatch", "slurm-hosts.sbatch", "kubernetes.yaml", "skypilot.yaml")
 SLURM, HOSTS, KUBERNETES, SKYPILOT = RECIPES = tuple(FOLDER / name for name in NAMES)
 ROOTLESS = Engine(name="podman", why="", facts=HostFacts(rootless=True))
-IN_CONTAINER = ("/cache", "/runs", "/tmp", "/dev/shm", "/dev/null", f"/{START}")
+IN_CONTAINER = ("/cache", "/runs", "/tmp", "/dev/shm", "/dev/null", "/dev/infiniband", f"/{START}")
 _HOST = re.compile(r"\b[a-z0-9-]+(?:\.[a-z0-9-]+)*\.(?:ai|app|cloud|com|cr|de|dev|eu|io|net|org|sh)\b", re.I)
 _NOT_HOSTS = {"nvidia.com"}
 """The name that Kubernetes and CDI give NVIDIA's GPUs."""
@@ -325,6 +325,32 @@ def test_the_ranks_in_the_containers_have_what_a_site_sets_for_its_network(engin
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             assert (f"APPTAINERENV_{name}=eth1" if engine == "apptainer" else f"--env={name}") in words
         assert not any("NOT_NCCL_X" in word for word in words)
+
+
+@pytest.mark.parametrize(
+    ("engine", "given"),
+    [
+        ("docker", "--device={} --ulimit=memlock=-1:-1 --gpus="),
+        ("podman", "--device={} --ulimit=host --userns=keep-id"),
+        ("apptainer", "--nv --bind {}:/dev/infiniband --bind"),
+    ],
+)
+def test_containers_of_several_hosts_have_the_nodes_cards_where_there_are_any(
+    engine: str, given: str, tmp_path: Path
+) -> None:
+    """Without them NCCL goes by TCP, which costs speed and says nothing."""
+    cards = tmp_path / "infiniband"
+    variables = {"DFLASH_ENGINE": engine, "DFLASH_RDMA": str(cards)}
+    for there in (True, False):
+        if there:
+            cards.mkdir()
+        else:
+            cards.rmdir()
+        out, err = _several_hosts(tmp_path / str(there), "", gpus="0", **variables).communicate(timeout=60)
+        lines = re.findall("words (.*)", out)
+        assert err == "" and len(lines) == 3
+        assert all((given.format(cards) in line) is there for line in lines), lines
+        assert there or all("memlock" not in line and str(cards) not in line for line in lines)
 
 
 def test_a_step_that_was_given_no_gpus_of_the_jobs_says_so_and_nothing_runs(tmp_path: Path) -> None:
