@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,18 @@ def layers_run(run: Run) -> int | None:
     return max(read_config(run.drafter_dir).target_layer_ids) + 1
 
 
-def gpus_of(config: RunConfig) -> dict[str, int]:
-    """Return how many GPUs each stage uses."""
+def hosts_of(workers: Iterable[str]) -> int:
+    """Return on how many hosts a training's workers were, which a manifest names only of processes."""
+    return max(1, len({found[1] for line in workers if (found := re.search(r" of (\S+) \(", line))}))
+
+
+def gpus_of(config: RunConfig, hosts: int) -> dict[str, int]:
+    """Return how many GPUs each stage uses; topology names one host's."""
     online = config.data.features == "online"
     drafters, targets = config.topology.drafters, config.topology.targets
     used = {"cache": targets[:1], "train": (*drafters, *(targets if online else ())), "verify": drafters[:1]}
-    return {stage: len({name for name in names if name.startswith("cuda")}) for stage, names in used.items()}
+    found = {stage: len({name for name in names if name.startswith("cuda")}) for stage, names in used.items()}
+    return found | {"train": found["train"] * hosts}
 
 
 def manifests_of(run: Run) -> dict[str, dict[str, Any]]:
@@ -121,7 +128,7 @@ def summary(run: Run) -> dict[str, Any]:
         "training": round(sum(session["wall_seconds"] for session in train["sessions"]), 1),
         "verify": manifests["verify"]["seconds"],
     }
-    gpus = gpus_of(config)
+    gpus = gpus_of(config, hosts_of(train["workers"]))
     answers = manifests["cache"]["answers"]
     gpu_seconds = sum(part * gpus[stage] for part, stage in zip(seconds.values(), STAGES, strict=True))
     return {
@@ -151,7 +158,7 @@ def shares(run: Run, found: Mapping[str, Any], matmul_flops: float) -> dict[str,
 
     A drafter that benchmarks/flops.py does not count has None, and "not_counted" says why.
     """
-    training, gpus = found["training"], max(1, len(set(run.config.topology.drafters)))
+    training, topology, hosts = found["training"], run.config.topology, hosts_of(found["workers"])
     text_tokens = found["sample_tokens"] / found["samples"]
     try:
         drafter, why = drafter_flops(read_config(run.drafter_dir), training, text_tokens), None
@@ -166,8 +173,8 @@ def shares(run: Run, found: Mapping[str, Any], matmul_flops: float) -> dict[str,
     return {
         "drafter_tflop": None if drafter is None else round(drafter / 1e12, 4),
         "target_tflop": round(target / 1e12, 4),
-        "mfu": None if drafter is None else round(drafter / peak / gpus, 6),
-        "target_share": round(target / peak / max(1, len(set(run.config.topology.targets))), 6),
+        "mfu": None if drafter is None else round(drafter / peak / (hosts * len(set(topology.drafters))), 6),
+        "target_share": round(target / peak / (hosts * len(set(topology.targets))), 6),
         **({} if why is None else {"not_counted": why}),
     }
 

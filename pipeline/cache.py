@@ -216,6 +216,14 @@ class CachedData:
     prompts: dict[str, list[Sample]]
     held_out: Sequence[Sample] = ()
 
+    def required_features(self) -> FeatureShards:
+        """Return the features of a run that has them cached. Raises DataError if they are not there."""
+        if self.features is None:
+            raise DataError(
+                "are missing", where="cached features", fix="Rebuild them: invoke train --from-stage cache."
+            )
+        return self.features
+
 
 def load_cached(run: Run) -> CachedData:
     """Return the data that the cache stage's manifest names, its checksums verified.

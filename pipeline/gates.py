@@ -87,7 +87,8 @@ def memory_flat(metrics: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping
 
     Each session is a process of its own, with an allocator of its own. Its first tenth, and never less than
     SETTLING_STEPS, is left out: libraries make their workspaces at first, and where threads share a GPU their peaks
-    must have met before what is reserved is enough. Lines with an evaluation or a checkpoint count like all others.
+    must have met before what is reserved is enough. Lines with an evaluation or a checkpoint count like all others. Of
+    several GPUs each is held to it: what one took, another may have let go in the same step.
 
     On the CPU: the resident set's last quarter at most 5 % above its second (it counts the shards' pages, read early).
     """
@@ -116,20 +117,32 @@ def _settled(metrics: Sequence[Mapping[str, Any]], session: Mapping[str, Any]) -
 
 def _flat_on_gpus(parts: Sequence[Sequence[Mapping[str, Any]]]) -> Gate:
     parts = [part for part in parts if part]
-    spread = {
-        name: max((max(m[name] for m in part) - min(m[name] for m in part) for part in parts), default=0)
-        for name in ("allocated_bytes", "reserved_bytes", "allocator_retries")
+    names = sorted({name for part in parts for m in part for name in m.get("gpus", {})})
+    spreads = {
+        name: _spread([[m["gpus"][name] for m in part if name in m.get("gpus", {})] for part in parts])
+        for name in names
     }
-    allocated, reserved, retries = spread.values()
+    spreads[""] = _spread(parts)  # of the sums: of one GPU that is all there is
+    worst = max(spreads, key=lambda name: (any(spreads[name]), max(spreads[name]), bool(name)))
+    allocated, reserved, retries = spreads[worst]
+    flat = not any(map(any, spreads.values()))
     last = parts[-1][-1] if parts else {"allocated_bytes": 0, "reserved_bytes": 0}
     return Gate(
         "memory flat",
-        f"{allocated} allocated, {reserved} reserved",
+        f"{allocated} allocated, {reserved} reserved{f' on {worst}' if worst and not flat else ''}",
         "0 bytes of difference, no retry",
-        bool(parts) and not any(spread.values()),
-        f"{last['allocated_bytes'] / 2**30:.2f} GiB allocated, {last['reserved_bytes'] / 2**30:.2f} GiB reserved, "
-        f"{retries} retries over {sum(map(len, parts))} records",
+        bool(parts) and flat,
+        f"{last['allocated_bytes'] / 2**30:.2f} GiB allocated, {last['reserved_bytes'] / 2**30:.2f} GiB reserved"
+        f"{f' on {len(names)} GPUs' if names else ''}, {retries} retries over {sum(map(len, parts))} records",
     )
+
+
+def _spread(parts: Sequence[Sequence[Mapping[str, int]]]) -> list[int]:
+    """Return the largest difference inside a session of what is allocated, reserved and retried."""
+    fields = ("allocated_bytes", "reserved_bytes", "allocator_retries")
+    return [
+        max((max(m[f] for m in part) - min(m[f] for m in part) for part in parts if part), default=0) for f in fields
+    ]
 
 
 def throughput_held(metrics: Sequence[Mapping[str, Any]], minimum: float) -> Gate:

@@ -8,7 +8,7 @@ get the parts back. That moves as many bytes as the ring of an all-reduce, whose
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,14 +110,6 @@ class RankExchange:
         with self._together():
             dist.all_reduce(torch.zeros(1))
 
-    def summed(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of all ranks' counts of the same names; whole numbers stay whole."""
-        values = torch.tensor([float(value) for value in counts.values()], dtype=torch.float64)
-        with self._together():
-            dist.all_reduce(values)
-        given = zip(counts.items(), values.tolist(), strict=True)
-        return {name: int(total) if isinstance(value, int) else total for (name, value), total in given}
-
     def gathered(self, part: Any) -> list[Any]:
         """Return every rank's `part`, in their order."""
         parts = [None] * self._ranks.world
@@ -147,7 +139,9 @@ class RankExchange:
                 first = room[: chunk.numel()].copy_(chunk)
                 dist.broadcast(first, src=0)
                 same = same and torch.equal(first, chunk)
-        return self.summed({"different": int(not same)})["different"] == 0
+            different = torch.tensor(float(not same))
+            dist.all_reduce(different)
+        return not different
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from dflash.config_json import to_json
 from pipeline.cache import CachedData
 from pipeline.config import RunConfig
 from pipeline.errors import VerificationFailed
+from pipeline.own_gpus import Names
 from pipeline.pace import summed
 from pipeline.ranks import Ranks
 from pipeline.replica import Replica
@@ -110,12 +111,14 @@ def totals(sessions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def places(replicas: Sequence[Replica], targets: Sequence[torch.device], ranks: Ranks | None) -> dict[str, list[str]]:
+def whereabouts(
+    replicas: Sequence[Replica], targets: Sequence[torch.device], ranks: Ranks | None, called: Names
+) -> dict[str, list[str]]:
     """Return on which devices the workers and the targets of all processes are; these are one's own."""
-    of, base = (f" of {ranks.host}", ranks.rank) if ranks else ("", 0)
+    base = ranks.rank if ranks else 0
     found = {
-        "workers": [f"{r.name} on {r.device}{of} ({r.attention})" for r in replicas],
-        "targets": [f"{target_name(number)} on {device}{of}" for number, device in enumerate(targets, base)],
+        "workers": [f"{r.name} on {called.name(r.device)} ({r.attention})" for r in replicas],
+        "targets": [f"{target_name(number)} on {called.name(device)}" for number, device in enumerate(targets, base)],
     }
     if ranks is None:
         return found

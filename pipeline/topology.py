@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -83,10 +83,6 @@ class GradientExchange:
     def agreed(self, stop: bool) -> bool:
         """Return whether to stop after this step, asked by the first worker."""
         return stop
-
-    def summed(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums over all processes of what the first worker counts for its own."""
-        return dict(counts)
 
     def gathered(self, part: Any) -> list[Any]:
         """Return what every process's first worker gives."""

@@ -26,14 +26,15 @@ from pipeline.errors import Interrupted, PipelineError, VerificationFailed
 from pipeline.held_out import HeldOutTau
 from pipeline.interrupts import StopRequest
 from pipeline.launch import launch
-from pipeline.memory import memory
+from pipeline.memory import memory, memory_record
 from pipeline.metrics import MetricsLog, Progress
 from pipeline.optim import learning_rate
+from pipeline.own_gpus import Names, places_of, see_only
 from pipeline.pace import Pace
 from pipeline.ranks import Ranks
 from pipeline.replica import DTYPES, Borrowed, Replica, feature_width, new_drafter
 from pipeline.runs import Run
-from pipeline.sessions import COUNTED_BY_GATE, check_finite, contract_of, merged, places, step_record, totals
+from pipeline.sessions import COUNTED_BY_GATE, check_finite, contract_of, merged, step_record, totals, whereabouts
 from pipeline.sharded import Shard, exchange_of
 from pipeline.target_forward import TargetForward, recorded_shapes
 from pipeline.targets import load_target
@@ -56,7 +57,8 @@ def train(run: Run) -> dict[str, Any]:
 def train_as(run: Run, ranks: Ranks | None) -> dict[str, Any]:
     """Train with a thread for each drafter, or as one of `ranks`; return the manifest, which is that of all ranks."""
     check_devices(run.config, ("targets", "drafters") if run.config.data.features == "online" else ("drafters",))
-    trainer = Trainer(run, load_cached(run), ranks)
+    names = Names(see_only(places_of(run.config, ranks.local)), ranks.host) if ranks else Names()
+    trainer = Trainer(run, load_cached(run), ranks, names)
     with StopRequest() as stop:
         trainer.fit(stop)
     if trainer.step < run.config.train.steps:
@@ -74,28 +76,29 @@ class Trainer:
     """Holds the replicas of this process and drives them; `fit` returns when the last step is done or a stop was asked
     for. Workers are numbered over all processes; `first` is this one's first, `total` is how many there are."""
 
-    def __init__(self, run: Run, data: CachedData, ranks: Ranks | None = None) -> None:
+    def __init__(self, run: Run, data: CachedData, ranks: Ranks | None = None, called: Names | None = None) -> None:
         self.run, self.config, self.data, self.ranks = run, run.config, data, ranks
         self._began, self.pace = time.perf_counter(), Pace(data.drafter.block_size)
         config = self.config
-        names, homes = config.topology.drafters, config.topology.targets
+        online, called = config.data.features == "online", called or Names()
+        names, homes = config.topology.drafters, config.topology.targets if online else ("cpu",)
         self.first, self.total, self.leads = (ranks.rank, ranks.world, ranks.leads) if ranks else (0, len(names), True)
-        set_threads(len(names), torch.device(names[0]))
+        set_threads(len(names), torch.device(names[0]), apart=ranks is not None)
         if ranks:
-            names, homes = (names[ranks.local],), (homes[ranks.local % len(homes)],)
-        devices = [torch.device(name) for name in names]
+            own = places_of(config, ranks.local)
+            names, homes = (own.drafter,), (own.target or "cpu",)
+        self.called = called
+        devices, places = ([called.device(name) for name in some] for some in (names, homes))
         self.plan = plan_of(config, data.samples)
         self.collator = Collator(config, data.drafter, data.samples)
-        online = config.data.features == "online"
-        homes = homes if online else ("cpu",)
         self.gate = CompileGate(
-            workers=len(devices) + (len(homes) if recorded_shapes(config) else 0),
+            workers=len(devices) + (len(places) if recorded_shapes(config) else 0),
             on_miss=config.compile.on_miss,
             backend=config.compile.backend,
             log=self._say,
         )
         dtype = DTYPES[config.train.precision]
-        targets = [load_target(data.target, getattr(torch, config.target.dtype), home) for home in homes]
+        targets = [load_target(data.target, getattr(torch, config.target.dtype), home) for home in places]
         start = new_drafter(config, data.drafter, targets[0].get_output_embeddings().weight)
         at_home = {target.device: target for target in targets}  # equal copies: a GPU's own need not be copied to it
         shared: dict[torch.device, Borrowed] = {}
@@ -111,7 +114,7 @@ class Trainer:
         self.exchange = exchange_of(self.replicas, ranks, shard, self.pace.clock)
         self.online = self._beside(targets) if online else None
         width = feature_width(config, data.drafter)
-        self.cached = None if online else CachedFeatures(_required(data.features), width)
+        self.cached = None if online else CachedFeatures(data.required_features(), width)
         self.held_out = HeldOutTau(config, data, targets[0]) if config.train.evaluate_every and self.leads else None
         self._tau_at_start: dict[str, Any] | None = None
         self.metrics = MetricsLog(run.metrics_path)
@@ -132,7 +135,8 @@ class Trainer:
             self._say(f"train: the target runs uncompiled, slower by half or more: {reason}")
         drafters = [replica.device for replica in self.replicas]
         for pair in out_of_reach((target.device for target in targets), drafters):
-            self._say(f"train: features go from {' to '.join(pair)} by way of the host: they do not reach each other")
+            way = " to ".join(self.called.name(torch.device(device)) for device in pair)
+            self._say(f"train: features go from {way} by way of the host: they do not reach each other")
         return OnlineFeatures(forwards, self.gate, len(drafters), shapes=shapes, clock=self.pace.clock)
 
     # -- resume and save ---------------------------------------------------------------------------------------------
@@ -355,10 +359,12 @@ class Trainer:
         report = self.gate.report()
         devices = {replica.device for replica in self.replicas} | set(self.online.devices if self.online else ())
         with self.online.at_rest() if self.online else nullcontext():
-            held = memory(devices)
-        counts = self.exchange.summed({**{name: report[name] for name in COUNTED_BY_GATE}, **held})
+            held = memory(devices, self.called.name)
+        parts = self.exchange.gathered((report, held))
         if not self.leads:
             return
+        counts = {name: sum(gate[name] for gate, _ in parts) for name in COUNTED_BY_GATE}
+        counts |= memory_record(held for _, held in parts)
         more = {"learning_rate": rate, "gradient_norm": norm, "tokens_per_second": round(rate_tokens, 1), **tau}
         record = step_record(step, batch.epoch, sums, self.data.drafter.block_size, **more, **counts)
         self.metrics.append(record)
@@ -378,7 +384,7 @@ class Trainer:
         return {
             "steps": self.step,
             "steps_per_epoch": self.plan.steps_per_epoch,
-            **places(self.replicas, self.online.devices if self.online else [], self.ranks),
+            **whereabouts(self.replicas, self.online.devices if self.online else [], self.ranks, self.called),
             **totals(sessions),
             "sessions": sessions,
         }
@@ -388,11 +394,3 @@ class Trainer:
             self.ranks.say(line)
         else:
             print(line, file=sys.stderr, flush=True)
-
-
-def _required(features: Any) -> Any:
-    if features is None:
-        raise PipelineError(
-            "cached features are missing", where="data.features", fix="Rebuild them: invoke train --from-stage cache."
-        )
-    return features

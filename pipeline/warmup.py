@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,23 @@ from dflash.compile.counters import disk_counts
 from dflash.config import DrafterConfig
 from pipeline.compile_lock import cache_folder, compiling
 from pipeline.config import RunConfig
+from pipeline.own_gpus import compiled_places
 from pipeline.replica import DTYPES, Borrowed, Replica, new_drafter
 from pipeline.target_forward import TargetForward, recorded_shapes
 from pipeline.targets import TargetFolder, load_target
 
 
-def set_threads(num_workers: int, device: torch.device) -> None:
-    """Share the CPU's cores among `num_workers` threads that compute on it.
+def set_threads(num_workers: int, device: torch.device, *, apart: bool = False) -> None:
+    """Share the CPU's cores among `num_workers` that compute on it, or that are processes (`apart`) of one host.
 
-    Inductor writes the count into the code it generates, so the cache stage and training must agree on it.
+    Inductor writes the count into the code it generates for the CPU, so the cache stage and training must agree on it.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // num_workers) if device.type == "cpu" else cores)
+    torch.set_num_threads(max(1, cores // num_workers) if apart or device.type == "cpu" else cores)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def say(line: str) -> None:
@@ -35,29 +41,30 @@ def say(line: str) -> None:
 
 
 def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig) -> dict[str, Any]:
-    """Compile one drafter and, where it runs beside, the target for every declared shape, alone, and return what it
-    took and what lies on disk.
+    """Compile the drafter and, where it runs beside, the target for every declared shape and every device, alone, and
+    return what it took and what lies on disk.
 
     Training's workers then find the code in the cache, whichever of them comes first.
     """
-    device = torch.device(config.topology.drafters[0])
+    places, homes = ([torch.device(name) for name in names] for names in compiled_places(config))
     before = torch.get_num_threads()
-    set_threads(len(config.topology.drafters), device)
+    set_threads(len(config.topology.drafters), torch.device(config.topology.drafters[0]))
     try:
         target = load_target(folder, DTYPES[config.train.precision], "cpu")
         gate = CompileGate(workers=1, backend=config.compile.backend)
-        borrowed = Borrowed.of(target, device, DTYPES[config.train.precision])
-        start = new_drafter(config, drafter, borrowed.head_VD)
-        replica = Replica("cache", config, drafter, start, borrowed, device, gate)
+        start = new_drafter(config, drafter, target.get_output_embeddings().weight)
         shapes = recorded_shapes(config)
-        if shapes:
-            target = load_target(folder, getattr(torch, config.target.dtype), config.topology.targets[0])
         begin, counts = time.perf_counter(), disk_counts()
 
         def everything() -> None:
-            replica.warm_up()
-            if shapes:
-                TargetForward.of(config, drafter, target).record(shapes, gate)
+            for place in places:
+                borrowed = Borrowed.of(target, place, DTYPES[config.train.precision])
+                with _current(place):
+                    Replica(f"drafter on {place}", config, drafter, start, borrowed, place, gate).warm_up()
+            for place in homes if shapes else ():
+                copy = load_target(folder, getattr(torch, config.target.dtype), place)
+                with _current(place):
+                    TargetForward.of(config, drafter, copy).record(shapes, gate, f"target on {place}")
 
         with compiling(cache_folder(), say), gate.worker("cache"):
             gate.warm_up(everything)

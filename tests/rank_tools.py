@@ -143,7 +143,6 @@ def exchanged(ranks: Ranks, chunk_bytes: int) -> dict[str, Any]:
         found["totals"].append(exchange.total(0, sums).tolist())
         found["gradients"].append([gradient.clone().numpy() for gradient in replica.gradients])
         found["agreed"].append(exchange.agreed(step == 0 and ranks.rank == ranks.world - 1))
-    found["summed"] = exchange.summed({"whole": ranks.rank + 1, "part": 0.5})
     found["gathered"] = exchange.gathered({"rank": ranks.rank})
     found["equal"] = [exchange.equal()]
     found["zero after"] = not any(gradient.any() for gradient in replica.gradients)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dflash.compile import CompileGate
 from pipeline.batches import Collator, MicroBatch, plan_of
 from pipeline.gates import Gate, memory_flat
-from pipeline.memory import memory
+from pipeline.memory import memory, memory_record
 from pipeline.rendering import Sample, make_sample
 from pipeline.replica import Borrowed, Replica
 from pipeline.target_forward import TargetForward
@@ -147,7 +147,7 @@ def test_beside_a_target_that_runs_ahead_the_gate_finds_the_memory_flat_and_a_le
         for _ in range(steps):
             loop.train(given(), inside)
             loop.sums.tolist()  # as a step that is logged
-            found.append(memory({CUDA}))
+            found.append(memory_record([memory({CUDA})]))
         return found
 
     try:

@@ -4,6 +4,7 @@ training is that of one thread. What only several ranks show is in test_processe
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,21 @@ def test_one_rank_over_nccl_is_one_thread_bit_for_bit_which_loads_what_the_rank_
         assert logged_losses(other) == logged_losses(rank)
         found = saved_weights(other)
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_a_rank_loads_all_that_the_cache_stage_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: str
+) -> None:
+    """It sees its own GPU only, by the number that the stage compiled for, wherever its weights lie."""
+    bench = TinyRun.make(tmp_path)
+    bench.use(monkeypatch)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "key" / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "key" / "triton"))
+    how = ("data.features=online", "topology.workers=processes", f"topology.shard_optimizer={sharded}")
+    run = bench.go(*SETTINGS, *how, "train.steps=4", stages=("cache", "train"))
+    built = json.loads(run.manifest_path("cache").read_text())["compile"]
+    trained = json.loads(run.manifest_path("train").read_text())
+    assert built["built"] == 3 and built["graphs"] == 3
+    assert (trained["built"], trained["loaded"]) == (0, 3)
+    assert trained["workers"] == [f"drafter-0 on cuda:0 of {socket.gethostname()} (flex)"]

@@ -156,7 +156,14 @@ def test_a_stages_gpus_are_counted_once_each(
 ) -> None:
     topology = SimpleNamespace(drafters=drafters, targets=targets)
     config: Any = SimpleNamespace(data=SimpleNamespace(features=features), topology=topology)
-    assert record.gpus_of(config) == gpus
+    assert record.gpus_of(config, 1) == gpus
+    assert record.gpus_of(config, 3) == {**gpus, "train": 3 * gpus["train"]}, "the topology is each host's"
+
+
+def test_the_hosts_of_a_training_are_those_of_its_processes() -> None:
+    workers = [f"drafter-{2 * host + i} on cuda:{i} of node-{host} (flex)" for host in range(3) for i in range(2)]
+    assert record.hosts_of(workers) == 3 and record.hosts_of(workers[:2]) == 1
+    assert record.hosts_of(["drafter-0 on cuda:0 (flex)", "drafter-1 on cuda:1 (flex)"]) == 1
 
 
 def _unfinish(run: Run) -> None:

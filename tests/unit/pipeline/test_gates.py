@@ -164,6 +164,28 @@ def test_evaluation_and_checkpoint_lines_are_held_to_the_same_bytes() -> None:
     assert gate.detail == "0.00 GiB allocated, 4.00 GiB reserved, 0 retries over 36 records"
 
 
+def test_each_gpu_is_held_to_it_and_the_worst_is_named() -> None:
+    """What one takes and another lets go in the same step leaves the sums as they were."""
+    names = ("cuda:0", "cuda:1 of b")
+
+    def line(step: int, first: int, second: int) -> dict[str, Any]:
+        of = {name: _on_gpu([bytes_], [4], [0])[0] for name, bytes_ in zip(names, (first, second), strict=True)}
+        return {**_on_gpu([first + second], [8], [0])[0], "gpus": of, "step": step}
+
+    constant = [line(step, 1000, 2000) for step in range(1, 41)]
+    gate = memory_flat(constant, ONE_SESSION)
+    assert gate.holds and gate.value == "0 allocated, 0 reserved" and "8.00 GiB reserved on 2 GPUs" in gate.detail
+
+    moved = [*constant[:39], line(40, 1512, 1488)]
+    assert {m["allocated_bytes"] for m in moved} == {3000}
+    gate = memory_flat(moved, ONE_SESSION)
+    assert not gate.holds and gate.value == "512 allocated, 0 reserved on cuda:0"
+    assert memory_flat([{k: v for k, v in m.items() if k != "gpus"} for m in moved], ONE_SESSION).holds, (
+        "lines of before"
+    )
+    assert memory_flat([*moved[:39], {**moved[39], "gpus": {}}], ONE_SESSION).holds
+
+
 def test_sparse_lines_and_short_sessions_are_judged_by_what_there_is() -> None:
     lines = _on_gpu(CONSTANT, [4] * 40, NEVER)[9::10]
     assert memory_flat(lines, ONE_SESSION).holds

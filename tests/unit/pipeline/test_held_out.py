@@ -54,7 +54,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
         made.use(patch)
         patch.setattr(cache, "compile_once", lambda config, folder, drafter: {})
         for module in (cache, train_module):
-            patch.setattr(module, "set_threads", lambda num_workers, device: torch.set_num_threads(1))
+            patch.setattr(module, "set_threads", lambda *workers, **how: torch.set_num_threads(1))
         yield made
     torch.set_num_threads(threads)
 

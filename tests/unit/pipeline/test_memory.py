@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.memory import memory
+from pipeline.memory import memory, memory_record
 
 CPU, ONE, TWO = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -25,11 +25,23 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_bytes_are_added_up_over_gpus_and_are_those_that_were_asked_for() -> None:
-    assert memory({ONE}) == {"allocated_bytes": 100, "reserved_bytes": 2048, "allocator_retries": 1}
-    assert memory({ONE, TWO}) == {"allocated_bytes": 300, "reserved_bytes": 6144, "allocator_retries": 3}
+def test_of_a_gpu_it_is_the_bytes_that_were_asked_for() -> None:
+    one = {"allocated_bytes": 100, "reserved_bytes": 2048, "allocator_retries": 1}
+    assert memory({ONE, CPU}) == {"cuda:0": one}
+    assert memory({ONE}, lambda device: f"{device} of host") == {"cuda:0 of host": one}
 
 
-def test_on_the_cpu_it_is_the_resident_set() -> None:
+@pytest.mark.usefixtures("two_gpus")
+def test_a_line_has_the_sums_and_of_several_gpus_each_ones() -> None:
+    """Of threads in one process, or of a process for each."""
+    sums = {"allocated_bytes": 300, "reserved_bytes": 6144, "allocator_retries": 3}
+    both, first, second = memory({TWO, ONE}), memory({ONE}), memory({TWO})
+    assert memory_record([first]) == first["cuda:0"]
+    for processes in ([both], [first, second]):
+        assert memory_record(processes) == {**sums, "gpus": {"cuda:0": first["cuda:0"], "cuda:1": second["cuda:1"]}}
+
+
+def test_on_the_cpu_it_is_the_resident_set_of_all_processes() -> None:
     found = memory({CPU})
-    assert list(found) == ["resident_bytes"] and found["resident_bytes"] > 2**20
+    assert list(found) == ["cpu"] and found["cpu"]["resident_bytes"] > 2**20
+    assert memory_record([found, found]) == {"resident_bytes": 2 * found["cpu"]["resident_bytes"]}

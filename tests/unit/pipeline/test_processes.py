@@ -53,8 +53,6 @@ def test_ranks_add_up_gradients_in_the_order_of_threads_whatever_is_sent_at_once
             sums = [torch.tensor([1e8, 1.0, float(step)]) * (-1) ** other + other for other in range(world)]
             assert found["totals"][step] == torch.stack(sums).sum(0).tolist()
         assert found["agreed"] == [False, True]  # the last rank was asked in the first step; all stop after the second
-        assert found["summed"] == {"whole": world * (world + 1) // 2, "part": world / 2}
-        assert isinstance(found["summed"]["whole"], int)
         assert found["gathered"] == [{"rank": other} for other in range(world)]
         assert found["equal"] == [True, world == 1]  # then the last rank's weights were changed in one place
         assert found["zero after"]
