@@ -113,6 +113,8 @@ def checked(options: argparse.Namespace) -> tuple[str, int]:
     """Return the device's kind and how many of it. Raises DFlashError for what is not there."""
     gpus, device = torch.cuda.device_count(), options.device
     count: int = options.gpus or (options.drafters if device == "cpu" else max(1, min(gpus, options.drafters)))
+    if options.gpus < 0:
+        raise DFlashError("has to be above 0", where="--gpus", fix="Leave it out.")
     if device == "cuda" and gpus < count:
         raise DFlashError(f"{count} GPUs are needed, {gpus} of them here", where="--gpus", fix="Try --device cpu.")
     if options.drafters < max(2, count):

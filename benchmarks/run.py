@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,17 +79,21 @@ def layers_run(run: Run) -> int | None:
     return max(read_config(run.drafter_dir).target_layer_ids) + 1
 
 
-def hosts_of(workers: Iterable[str]) -> int:
-    """Return on how many hosts a training's workers were, which a manifest names only of processes."""
-    return max(1, len({found[1] for line in workers if (found := re.search(r" of (\S+) \(", line))}))
+def hosts_of(sessions: Iterable[Mapping[str, Any]]) -> float:
+    """Return on how many hosts a training was, in the mean over its seconds: torchrun may go on with more or fewer."""
+    given = [(session["wall_seconds"], session.get("hosts", 1)) for session in sessions]
+    seconds = sum(wall for wall, _ in given)
+    return sum(wall * hosts for wall, hosts in given) / seconds if seconds else 1.0
 
 
-def gpus_of(config: RunConfig, hosts: int) -> dict[str, int]:
+def gpus_of(config: RunConfig, hosts: float) -> dict[str, float]:
     """Return how many GPUs each stage uses; topology names one host's."""
     online = config.data.features == "online"
     drafters, targets = config.topology.drafters, config.topology.targets
     used = {"cache": targets[:1], "train": (*drafters, *(targets if online else ())), "verify": drafters[:1]}
-    found = {stage: len({name for name in names if name.startswith("cuda")}) for stage, names in used.items()}
+    found: dict[str, float] = {
+        stage: len({name for name in names if name.startswith("cuda")}) for stage, names in used.items()
+    }
     return found | {"train": found["train"] * hosts}
 
 
@@ -128,7 +131,8 @@ def summary(run: Run) -> dict[str, Any]:
         "training": round(sum(session["wall_seconds"] for session in train["sessions"]), 1),
         "verify": manifests["verify"]["seconds"],
     }
-    gpus = gpus_of(config, hosts_of(train["workers"]))
+    hosts = hosts_of(train["sessions"])
+    gpus = gpus_of(config, hosts)
     answers = manifests["cache"]["answers"]
     gpu_seconds = sum(part * gpus[stage] for part, stage in zip(seconds.values(), STAGES, strict=True))
     return {
@@ -144,6 +148,7 @@ def summary(run: Run) -> dict[str, Any]:
         "seconds": seconds,
         "warm_up_seconds": round(sum(session["warmup_seconds"] for session in train["sessions"]), 1),
         "sessions": len(train["sessions"]),
+        "hosts": round(hosts, 3),
         "training": training,
         "loss_first": losses[0],
         "loss_last": losses[-1],
@@ -158,7 +163,7 @@ def shares(run: Run, found: Mapping[str, Any], matmul_flops: float) -> dict[str,
 
     A drafter that benchmarks/flops.py does not count has None, and "not_counted" says why.
     """
-    training, topology, hosts = found["training"], run.config.topology, hosts_of(found["workers"])
+    training, topology, hosts = found["training"], run.config.topology, found["hosts"]
     text_tokens = found["sample_tokens"] / found["samples"]
     try:
         drafter, why = drafter_flops(read_config(run.drafter_dir), training, text_tokens), None

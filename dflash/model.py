@@ -204,8 +204,7 @@ class DFlashDraftModel(nn.Module):
                     parameter.copy_(drawn)
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            row = float(head_VD.float().square().sum(1).mean().sqrt())
-            self.norm.weight.fill_(4.0 / (self.config.hidden_size**0.5 * row))
+            self.norm.weight.fill_(4.0 / (self.config.hidden_size**0.5 * _rms_of_rows(head_VD)))
 
     def context_key_values(self, features_bTC: Tensor, positions_bT: Tensor) -> list[KeyValues]:
         """Return each layer's keys and values of the context, from target features at `positions_bT`."""
@@ -301,3 +300,14 @@ def _later_slots(x: Tensor, block_size: int, dim: int) -> Tensor:
     """Return x without slot 0 of each block of dimension `dim`."""
     blocks = x.unflatten(dim, (-1, block_size))
     return blocks.narrow(dim + 1, 1, block_size - 1).flatten(dim, dim + 1)
+
+
+def _rms_of_rows(head_VD: Tensor) -> float:
+    """Return the root mean square length of the head's rows, by one thread: several add up parts of a mean over a large
+    vocabulary, and a rank with fewer cores than another would start from another last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return float(head_VD.float().square().sum(1).mean().sqrt())
+    finally:
+        torch.set_num_threads(threads)

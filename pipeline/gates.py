@@ -126,14 +126,15 @@ def _flat_on_gpus(parts: Sequence[Sequence[Mapping[str, Any]]]) -> Gate:
     worst = max(spreads, key=lambda name: (any(spreads[name]), max(spreads[name]), bool(name)))
     allocated, reserved, retries = spreads[worst]
     flat = not any(map(any, spreads.values()))
-    last = parts[-1][-1] if parts else {"allocated_bytes": 0, "reserved_bytes": 0}
+    last: Mapping[str, Any] = parts[-1][-1] if parts else {"allocated_bytes": 0, "reserved_bytes": 0}
+    among = f" on {len(last['gpus'])} GPUs" if last.get("gpus") else ""
     return Gate(
         "memory flat",
         f"{allocated} allocated, {reserved} reserved{f' on {worst}' if worst and not flat else ''}",
         "0 bytes of difference, no retry",
         bool(parts) and flat,
         f"{last['allocated_bytes'] / 2**30:.2f} GiB allocated, {last['reserved_bytes'] / 2**30:.2f} GiB reserved"
-        f"{f' on {len(names)} GPUs' if names else ''}, {retries} retries over {sum(map(len, parts))} records",
+        f"{among}, {retries} retries over {sum(map(len, parts))} records",
     )
 
 

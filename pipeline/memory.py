@@ -48,7 +48,8 @@ def _resident() -> int:
 def memory_record(held: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, Any]:
     """Return what a line of metrics.jsonl says of all processes' `memory`: the sums and, of several GPUs, "gpus", each
     one's by its name."""
-    named = [(name, found) for process in held for name, found in process.items()]
+    every = [(name, found) for process in held for name, found in process.items()]
+    named = [(name, found) for name, found in every if "reserved_bytes" in found] or every  # GPUs, if there are any
     fields = named[0][1].keys()
     record: dict[str, Any] = {field: sum(found[field] for _, found in named) for field in fields}
     if len(named) > 1 and "reserved_bytes" in fields:

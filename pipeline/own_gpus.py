@@ -39,7 +39,8 @@ class Names:
 
     seen: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
-    """Of a rank; threads are all on one."""
+    """Of a rank, as `rank` is; threads are all on one."""
+    rank: int = 0
 
     def device(self, name: str) -> torch.device:
         """Return the device that the config calls so."""
@@ -49,6 +50,10 @@ class Names:
         """Return what the config calls a device, and on which host."""
         called = {own: name for name, own in self.seen.items()}.get(str(device), str(device))
         return f"{called} of {self.host}" if self.host else called
+
+    def of_process(self, device: torch.device) -> str:
+        """Return a name for this process's part of a device: two ranks may share a target's GPU."""
+        return f"rank {self.rank}: {self.name(device)}" if self.host else self.name(device)
 
 
 def places_of(config: RunConfig, local: int) -> Places:
@@ -62,11 +67,14 @@ def see_only(places: Places, environ: MutableMapping[str, str] = os.environ) -> 
     """Hide all other GPUs from this process, and return what its own are called now, by their names in the config.
 
     That is the process's first call of CUDA. Where the driver was asked before, by whatever was imported, nothing is
-    hidden any more and the names stay.
+    hidden any more and the names stay. What tells is how many GPUs it gives; so where they would be as many as now,
+    only in another order, the names stay too.
     """
     gpus = [name for name in places.seen if name != "cpu"]
     if not gpus:
         return places.seen
+    if torch.cuda.device_count() == len(gpus):
+        return {name: name for name in places.seen}
     before = environ.get(VISIBLE)
     given = [entry.strip() for entry in (before or "").split(",") if entry.strip()]
     numbers = [int(name.partition(":")[2]) for name in gpus]

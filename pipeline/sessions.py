@@ -88,11 +88,12 @@ def contract_of(config: RunConfig, data: CachedData) -> dict[str, Any]:
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what all processes of a session report: "gate" (CompileGate.report), "built", "loaded", "waited" and the
-    slowest one's "warmup_seconds"."""
+    """Return what all processes of a session report: "gate" (CompileGate.report), "built", "loaded", "waited", the
+    slowest one's "warmup_seconds" and on how many "hosts" they were."""
     gates = [part["gate"] for part in parts]
     gate = {name: round(sum(g[name] for g in gates), 3) for name in SUMMED_OF_GATE}
     return {
+        "hosts": len({part["host"] for part in parts}),
         "warmup_seconds": max(part["warmup_seconds"] for part in parts),
         "gate": {**gates[0], "functions": [function for g in gates for function in g["functions"]], **gate},
         **{name: sum(part[name] for part in parts) for name in ("built", "loaded")},

@@ -57,7 +57,7 @@ def train(run: Run) -> dict[str, Any]:
 def train_as(run: Run, ranks: Ranks | None) -> dict[str, Any]:
     """Train with a thread for each drafter, or as one of `ranks`; return the manifest, which is that of all ranks."""
     check_devices(run.config, ("targets", "drafters") if run.config.data.features == "online" else ("drafters",))
-    names = Names(see_only(places_of(run.config, ranks.local)), ranks.host) if ranks else Names()
+    names = Names(see_only(places_of(run.config, ranks.local)), ranks.host, ranks.rank) if ranks else Names()
     trainer = Trainer(run, load_cached(run), ranks, names)
     with StopRequest() as stop:
         trainer.fit(stop)
@@ -177,7 +177,8 @@ class Trainer:
         if self.ranks and self.online:  # the one target of this rank, by its number over all
             waited[target_name(self.first)] = waited.pop(target_name(0))
         counts, warmup = disk_counts(self._counts_before), round(self.warmup_seconds, 2)
-        return {"gate": self.gate.report(), "warmup_seconds": warmup, **counts, "waited": waited}
+        place = {"host": self.called.host, "warmup_seconds": warmup}
+        return {"gate": self.gate.report(), **place, **counts, "waited": waited}
 
     def _session(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what one start's part of the training did; a resumed run has several."""
@@ -359,7 +360,7 @@ class Trainer:
         report = self.gate.report()
         devices = {replica.device for replica in self.replicas} | set(self.online.devices if self.online else ())
         with self.online.at_rest() if self.online else nullcontext():
-            held = memory(devices, self.called.name)
+            held = memory(devices, self.called.of_process)
         parts = self.exchange.gathered((report, held))
         if not self.leads:
             return

@@ -48,7 +48,8 @@ def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig
     """
     places, homes = ([torch.device(name) for name in names] for names in compiled_places(config))
     before = torch.get_num_threads()
-    set_threads(len(config.topology.drafters), torch.device(config.topology.drafters[0]))
+    drafters, apart = config.topology.drafters, config.topology.workers == "processes"
+    set_threads(len(drafters), torch.device(drafters[0]), apart=apart)
     try:
         target = load_target(folder, DTYPES[config.train.precision], "cpu")
         gate = CompileGate(workers=1, backend=config.compile.backend)

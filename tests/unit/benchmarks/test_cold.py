@@ -97,6 +97,7 @@ def test_drafters_are_dealt_over_the_gpus_and_make_a_configuration_without_graph
         (["--gpus", "4", "--drafters", "4"], 2, "--gpus: 4 GPUs are needed, 2 of them here."),
         (["--drafters", "1"], 1, "--drafters: 1 drafters on 1 of cuda."),
         (["--gpus", "3", "--drafters", "2"], 4, "--drafters: 2 drafters on 3 of cuda."),
+        (["--gpus", "-1"], 1, "--gpus: has to be above 0."),
         (["--starts", "0"], 1, "--starts, --limit: has to be above 0."),
         (["--device", "cpu", "--json", "nowhere/out.json"], 0, "--json: nowhere/out.json is in no folder that exists."),
     ],

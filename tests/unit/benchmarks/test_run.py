@@ -160,10 +160,9 @@ def test_a_stages_gpus_are_counted_once_each(
     assert record.gpus_of(config, 3) == {**gpus, "train": 3 * gpus["train"]}, "the topology is each host's"
 
 
-def test_the_hosts_of_a_training_are_those_of_its_processes() -> None:
-    workers = [f"drafter-{2 * host + i} on cuda:{i} of node-{host} (flex)" for host in range(3) for i in range(2)]
-    assert record.hosts_of(workers) == 3 and record.hosts_of(workers[:2]) == 1
-    assert record.hosts_of(["drafter-0 on cuda:0 (flex)", "drafter-1 on cuda:1 (flex)"]) == 1
+def test_the_hosts_of_a_training_are_the_mean_over_its_seconds() -> None:
+    assert record.hosts_of([{"wall_seconds": 30.0, "hosts": 4}, {"wall_seconds": 10.0, "hosts": 2}]) == 3.5
+    assert record.hosts_of([{"wall_seconds": 30.0}]) == 1 and record.hosts_of([]) == 1
 
 
 def _unfinish(run: Run) -> None:

@@ -14,7 +14,7 @@ from dflash.acceptance import layer_masks
 from dflash.anchors import build_blocks
 from dflash.attention import AttentionMask
 from dflash.masks import MaskLayout, dense_mask
-from dflash.model import DFlashDraftModel, rotation
+from dflash.model import DFlashDraftModel, _rms_of_rows, rotation
 from dflash.taps import extract_features
 from tests.drafters import block_inputs, drafter_config, random_drafter, training_states
 from tests.tiny import MASK_ID, tiny_model
@@ -345,3 +345,18 @@ def test_a_fresh_drafter_gives_the_mask_token_a_logit_of_four() -> None:
     logit = (row * drafter.norm.weight) @ head[MASK_ID]
     typical = head.square().sum(1).mean().sqrt()
     assert logit.item() == pytest.approx(4.0 * (head[MASK_ID].norm() / typical).item(), rel=1e-5)
+
+
+def test_a_drafter_starts_from_the_same_bits_whatever_the_number_of_threads() -> None:
+    """Ranks, threads and hosts have different numbers of cores; the mean over a vocabulary of Qwen3's size depends on
+    it."""
+    before, starts = torch.get_num_threads(), list[list[float]]()
+    heads = [torch.randn(151_936, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(10)]
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            starts.append([_rms_of_rows(head) for head in heads])
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert starts[0] == starts[1] == starts[2]

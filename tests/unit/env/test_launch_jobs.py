@@ -205,8 +205,8 @@ def test_the_ranks_in_the_containers_have_what_a_site_sets_for_its_network(engin
 @pytest.mark.parametrize(
     ("engine", "given"),
     [
-        ("docker", "--device={} --ulimit=memlock=-1:-1 --gpus="),
-        ("podman", "--device={} --ulimit=host --userns=keep-id"),
+        ("docker", "--device={}:/dev/infiniband --ulimit=memlock=-1:-1 --gpus="),
+        ("podman", "--device={}:/dev/infiniband --ulimit=host --userns=keep-id"),
         ("apptainer", "--nv --bind {}:/dev/infiniband --bind"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipeline.memory import memory, memory_record
+from pipeline.own_gpus import Names
 
 CPU, ONE, TWO = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -39,6 +40,19 @@ def test_a_line_has_the_sums_and_of_several_gpus_each_ones() -> None:
     assert memory_record([first]) == first["cuda:0"]
     for processes in ([both], [first, second]):
         assert memory_record(processes) == {**sums, "gpus": {"cuda:0": first["cuda:0"], "cuda:1": second["cuda:1"]}}
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_two_ranks_that_share_gpus_are_told_apart() -> None:
+    """Each has its target on the other's GPU. One's part of a GPU must not stand for both."""
+    held = [memory({ONE, TWO}, Names(host="a", rank=rank).of_process) for rank in range(2)]
+    found = memory_record(held)["gpus"]
+    assert list(found) == [f"rank {rank}: cuda:{gpu} of a" for rank in range(2) for gpu in range(2)]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_without_a_gpu_beside_one_that_has_one_adds_nothing() -> None:
+    assert memory_record([memory({ONE}), memory({CPU})]) == memory({ONE})["cuda:0"]
 
 
 def test_on_the_cpu_it_is_the_resident_set_of_all_processes() -> None:

@@ -17,6 +17,7 @@ from tests.tiny_run import tiny_config
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives as many GPUs as the variable names when it is first asked."""
     monkeypatch.setattr(own_gpus, "_count", lambda: len(environ[VISIBLE].split(",")))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
 
 environ: dict[str, str] = {}
@@ -62,9 +63,20 @@ def test_a_driver_that_was_asked_before_hides_nothing_and_the_names_stay(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
 ) -> None:
     monkeypatch.setattr(own_gpus, "_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     told = dict(given)
     seen = see_only(places_of(_config(["cuda:3"], ["cuda:2"]), 0), told)
     assert seen == {"cpu": "cpu", "cuda:3": "cuda:3", "cuda:2": "cuda:2"} and told == given
+
+
+def test_of_two_gpus_that_would_only_change_places_nothing_tells_whether_they_did_so_the_names_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(own_gpus, "_count", lambda: pytest.fail("nothing is hidden"))
+    told: dict[str, str] = {}
+    seen = see_only(places_of(_config(["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]), 1), told)
+    assert seen == {"cpu": "cpu", "cuda:1": "cuda:1", "cuda:0": "cuda:0"} and not told
 
 
 def test_ranks_of_the_cpu_leave_the_driver_alone() -> None:
@@ -76,6 +88,8 @@ def test_people_are_told_the_names_of_the_configuration() -> None:
     names = Names({"cpu": "cpu", "cuda:5": "cuda:0", "cuda:0": "cuda:1"}, "host-a")
     assert names.device("cuda:5") == torch.device("cuda:0") and names.device("cuda:0") == torch.device("cuda:1")
     assert names.name(torch.device("cuda:0")) == "cuda:5 of host-a"
+    assert names.of_process(torch.device("cuda:0")) == "rank 0: cuda:5 of host-a"
+    assert Names().of_process(torch.device("cuda:0")) == "cuda:0"
     assert Names().device("cuda:5") == torch.device("cuda:5") and Names().name(torch.device("cpu")) == "cpu"
 
 
