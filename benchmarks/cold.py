@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.header import header
+from benchmarks.header import check_record, header
 from benchmarks.many_runs import Arrangement, Laboratory, devices, once
 from dflash.errors import DFlashError
 from pipeline.runs import read_manifest
@@ -122,8 +122,7 @@ def checked(options: argparse.Namespace) -> tuple[str, int]:
         raise DFlashError(what, where="--drafters", fix="Take 2 or more, and as many as GPUs: one thread has no race.")
     if options.starts < 1 or options.limit <= 0:
         raise DFlashError("has to be above 0", where="--starts, --limit", fix="Leave it out.")
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise DFlashError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+    check_record(options.json)
     return device, count
 
 

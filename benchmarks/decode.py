@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.header import ROOT, header
+from benchmarks.header import ROOT, check_record, header
 from dflash.acceptance import pooled_tau
 from dflash.checkpoint import load_drafter
 from dflash.compile.counters import disk_counts
@@ -356,8 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.device == "cuda" and not cuda:
             raise DFlashError("torch sees no GPU here", where="--device", fix="Leave the option out.")
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise DFlashError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+        check_record(options.json)
         if options.compile is None:
             options.compile = cuda
         job = job_of(options, CacheDirs.from_environment(ROOT))

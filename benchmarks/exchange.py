@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.exchange_ranks import ARMS, CASES, in_ranks, parameters_of
 from benchmarks.flops import Case
-from benchmarks.header import ROOT, header
+from benchmarks.header import ROOT, check_record, header
 from dflash.errors import DFlashError
 from pipeline.plan.costs import exchange_seconds
 from pipeline.plan.gpus import GPUS
@@ -186,8 +186,7 @@ def checked(options: argparse.Namespace) -> tuple[Case, str, int]:
     name = options.case or ("reference" if cuda else "tiny")
     if name not in CASES:
         raise DFlashError(f"{name!r} is none of {', '.join(CASES)}", where="--case", fix="Choose one.")
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise DFlashError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+    check_record(options.json)
     if not options.limit > 0:
         raise DFlashError(f"{options.limit:g} s is no time", where="--limit", fix="Leave it out.")
     return CASES[name], device, world

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.header import header
+from benchmarks.header import check_record, header
 from benchmarks.many_runs import SIZES, Laboratory, Line, arrangements
 from dflash.errors import DFlashError
 
@@ -183,8 +183,7 @@ def checked(options: argparse.Namespace) -> tuple[str, int]:
         raise DFlashError(what, where="--gpus", fix="Ask for fewer, 2 at least, or try it with --device cpu.")
     if count < 2:
         raise DFlashError(f"{count} is too few to compare one drafter with", where="--gpus", fix="Take 2 or more.")
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise DFlashError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+    check_record(options.json)
     if options.limit <= 0:
         raise DFlashError("has to be above 0", where="--limit", fix="Leave it out.")
     return device, count

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.header import ROOT, header
+from benchmarks.header import ROOT, check_record, header
 from dflash.compile import CompileGate, CompileMiss
 from dflash.errors import DFlashError
 from dflash.model import DFlashDraftModel
@@ -193,8 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, value in (("--steps", options.steps), ("--max-new-tokens", options.max_new_tokens)):
             if value < 1:
                 raise ConfigError(f"{value} is not at least 1", where=name, fix="Use a larger number.")
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise ConfigError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+        check_record(options.json)
         run = find_run(options.run, CacheDirs.from_environment(ROOT).runs)
         config = run.config
         device = torch.device(config.topology.drafters[0])

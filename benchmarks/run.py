@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.flops import expected_pairs, step_flops
-from benchmarks.header import ROOT, header
+from benchmarks.header import ROOT, check_record, header
 from benchmarks.peaks import measure_peaks
 from dflash.checkpoint import read_config
 from dflash.config import DrafterConfig
@@ -219,8 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the record to this file")
     options = parser.parse_args(arguments)
     try:
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise ConfigError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+        check_record(options.json)
         run = find_run(options.run, CacheDirs.from_environment(ROOT).runs)
         device, of_run = device_of(run), summary(run)
         words = shlex.join(sys.argv[1:] if arguments is None else arguments)
@@ -231,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "peaks": asdict(peaks),
             **shares(run, of_run, peaks.matmul_flops),
         }
-    except (ConfigError, DataError, EnvError) as error:
+    except (DFlashError, ConfigError, DataError, EnvError) as error:
         print(error, file=sys.stderr)
         return 2
     print(described(found))

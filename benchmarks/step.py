@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.flops import NUM_TAPS, Case, allowed_pairs, chosen_cases, optimizer_bytes, step_flops
-from benchmarks.header import header
+from benchmarks.header import check_record, header
 from benchmarks.kernel_table import kernel_table
 from benchmarks.peaks import Peaks, Stopwatch, measure_peaks
 from dflash.compile import CompileGate, CompileMiss
@@ -314,8 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = chosen_cases(device, options.sizes, options.case)
         if options.profile and device.type != "cuda":
             raise DFlashError("the CPU has no kernels to show", where="--profile", fix="Use --device cuda.")
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise DFlashError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+        check_record(options.json)
     except DFlashError as error:
         print(error, file=sys.stderr)
         return 2

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.flops import Case
-from benchmarks.header import header
+from benchmarks.header import check_record, header
 from benchmarks.step import run_config
 from dflash.compile import CompileGate, CompileMiss, GateAborted
 from dflash.errors import DFlashError
@@ -275,8 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise DFlashError("torch sees no GPU here", where="--device", fix="Leave the option out.")
         if options.layers < 0:
             raise DFlashError(f"{options.layers} is no number of layers", where="--layers", fix="Use 1 to 5.")
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise DFlashError(f"{options.json} is in no folder that exists", where="--json", fix="Make it first.")
+        check_record(options.json)
     except DFlashError as error:
         print(error, file=sys.stderr)
         return 2
