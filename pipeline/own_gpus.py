@@ -8,9 +8,8 @@ and the others load. A rank cannot touch another's GPU by accident either.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -63,18 +62,23 @@ def places_of(config: RunConfig, local: int) -> Places:
     return Places(topology.drafters[local], topology.targets[local % len(topology.targets)] if online else None)
 
 
-def see_only(places: Places, environ: MutableMapping[str, str] = os.environ) -> Mapping[str, str]:
+def see_only(
+    places: Places, say: Callable[[str], None], environ: MutableMapping[str, str] = os.environ
+) -> Mapping[str, str]:
     """Hide all other GPUs from this process, and return what its own are called now, by their names in the config.
 
     That is the process's first call of CUDA. Where the driver was asked before, by whatever was imported, nothing is
     hidden any more and the names stay. What tells is how many GPUs it gives; so where they would be as many as now,
-    only in another order, the names stay too.
+    only in another order, the names stay too. `say` gets a line where that costs a compile.
     """
-    gpus = [name for name in places.seen if name != "cpu"]
-    if not gpus:
-        return places.seen
+    names = {name: name for name in places.seen}
+    gpus = [name for name in names if name != "cpu"]
+    if not gpus or (names == places.seen and torch.cuda.device_count() == len(gpus)):
+        return names
+    as_they_are = f"train: {' and '.join(gpus)} keep their numbers, so code that others compiled is compiled again"
     if torch.cuda.device_count() == len(gpus):
-        return {name: name for name in places.seen}
+        say(as_they_are)
+        return names
     before = environ.get(VISIBLE)
     given = [entry.strip() for entry in (before or "").split(",") if entry.strip()]
     numbers = [int(name.partition(":")[2]) for name in gpus]
@@ -85,7 +89,8 @@ def see_only(places: Places, environ: MutableMapping[str, str] = os.environ) -> 
         del environ[VISIBLE]
     else:
         environ[VISIBLE] = before
-    return {name: name for name in places.seen}
+    say(as_they_are)
+    return names
 
 
 def _count() -> int:
@@ -108,5 +113,5 @@ def compiled_places(config: RunConfig) -> tuple[list[str], list[str]]:
     return [name for name in drafters if name in named], [name for name in targets if name in named]
 
 
-def _once(names: Any) -> list[str]:
+def _once(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))

@@ -57,8 +57,10 @@ def train(run: Run) -> dict[str, Any]:
 def train_as(run: Run, ranks: Ranks | None) -> dict[str, Any]:
     """Train with a thread for each drafter, or as one of `ranks`; return the manifest, which is that of all ranks."""
     check_devices(run.config, ("targets", "drafters") if run.config.data.features == "online" else ("drafters",))
-    names = Names(see_only(places_of(run.config, ranks.local)), ranks.host, ranks.rank) if ranks else Names()
-    trainer = Trainer(run, load_cached(run), ranks, names)
+    called = Names()
+    if ranks:
+        called = Names(see_only(places_of(run.config, ranks.local), ranks.say), ranks.host, ranks.rank)
+    trainer = Trainer(run, load_cached(run), ranks, called)
     with StopRequest() as stop:
         trainer.fit(stop)
     if trainer.step < run.config.train.steps:
@@ -81,24 +83,24 @@ class Trainer:
         self._began, self.pace = time.perf_counter(), Pace(data.drafter.block_size)
         config = self.config
         online, called = config.data.features == "online", called or Names()
-        names, homes = config.topology.drafters, config.topology.targets if online else ("cpu",)
+        names, target_names = config.topology.drafters, config.topology.targets if online else ("cpu",)
         self.first, self.total, self.leads = (ranks.rank, ranks.world, ranks.leads) if ranks else (0, len(names), True)
         set_threads(len(names), torch.device(names[0]), apart=ranks is not None)
         if ranks:
             own = places_of(config, ranks.local)
-            names, homes = (own.drafter,), (own.target or "cpu",)
+            names, target_names = (own.drafter,), (own.target or "cpu",)
         self.called = called
-        devices, places = ([called.device(name) for name in some] for some in (names, homes))
+        devices, homes = ([called.device(name) for name in some] for some in (names, target_names))
         self.plan = plan_of(config, data.samples)
         self.collator = Collator(config, data.drafter, data.samples)
         self.gate = CompileGate(
-            workers=len(devices) + (len(places) if recorded_shapes(config) else 0),
+            workers=len(devices) + (len(homes) if recorded_shapes(config) else 0),
             on_miss=config.compile.on_miss,
             backend=config.compile.backend,
             log=self._say,
         )
         dtype = DTYPES[config.train.precision]
-        targets = [load_target(data.target, getattr(torch, config.target.dtype), home) for home in places]
+        targets = [load_target(data.target, getattr(torch, config.target.dtype), home) for home in homes]
         start = new_drafter(config, data.drafter, targets[0].get_output_embeddings().weight)
         at_home = {target.device: target for target in targets}  # equal copies: a GPU's own need not be copied to it
         shared: dict[torch.device, Borrowed] = {}

@@ -46,26 +46,30 @@ def compile_once(config: RunConfig, folder: TargetFolder, drafter: DrafterConfig
 
     Training's workers then find the code in the cache, whichever of them comes first.
     """
-    places, homes = ([torch.device(name) for name in names] for names in compiled_places(config))
+    devices, homes = ([torch.device(name) for name in names] for names in compiled_places(config))
+    shapes = recorded_shapes(config)
+    if not devices:
+        say("cache: training's GPUs have other numbers there than here, so its first rank compiles")
     before = torch.get_num_threads()
     drafters, apart = config.topology.drafters, config.topology.workers == "processes"
     set_threads(len(drafters), torch.device(drafters[0]), apart=apart)
     try:
-        target = load_target(folder, DTYPES[config.train.precision], "cpu")
         gate = CompileGate(workers=1, backend=config.compile.backend)
-        start = new_drafter(config, drafter, target.get_output_embeddings().weight)
-        shapes = recorded_shapes(config)
         begin, counts = time.perf_counter(), disk_counts()
 
         def everything() -> None:
-            for place in places:
-                borrowed = Borrowed.of(target, place, DTYPES[config.train.precision])
-                with _current(place):
-                    Replica(f"drafter on {place}", config, drafter, start, borrowed, place, gate).warm_up()
-            for place in homes if shapes else ():
-                copy = load_target(folder, getattr(torch, config.target.dtype), place)
-                with _current(place):
-                    TargetForward.of(config, drafter, copy).record(shapes, gate, f"target on {place}")
+            if devices:
+                dtype = DTYPES[config.train.precision]
+                lender = load_target(folder, dtype, "cpu")
+                start = new_drafter(config, drafter, lender.get_output_embeddings().weight)
+            for device in devices:
+                borrowed = Borrowed.of(lender, device, dtype)
+                with _current(device):
+                    Replica(f"drafter on {device}", config, drafter, start, borrowed, device, gate).warm_up()
+            for home in homes if shapes else ():
+                target = load_target(folder, getattr(torch, config.target.dtype), home)
+                with _current(home):
+                    TargetForward.of(config, drafter, target).record(shapes, gate, f"target on {home}")
 
         with compiling(cache_folder(), say), gate.worker("cache"):
             gate.warm_up(everything)

@@ -207,7 +207,7 @@ def test_the_ranks_in_the_containers_have_what_a_site_sets_for_its_network(engin
     [
         ("docker", "--device={}:/dev/infiniband --ulimit=memlock=-1:-1 --gpus="),
         ("podman", "--device={}:/dev/infiniband --ulimit=host --userns=keep-id"),
-        ("apptainer", "--nv --bind {}:/dev/infiniband --bind"),
+        ("apptainer", "/shared/runs:/runs --bind {}:/dev/infiniband "),
     ],
 )
 def test_containers_of_several_hosts_have_the_nodes_cards_where_there_are_any(

@@ -46,7 +46,7 @@ def test_a_rank_counts_its_drafters_gpu_first_and_then_its_targets(
     config = _config(["cuda:4", "cuda:5", "cuda:1"], ["cuda:0", "cuda:1", "cuda:1"])
     environ.clear()
     environ.update({} if given is None else {VISIBLE: given})
-    assert see_only(places_of(config, local), environ) == {"cpu": "cpu", **seen}
+    assert see_only(places_of(config, local), pytest.fail, environ) == {"cpu": "cpu", **seen}
     assert environ[VISIBLE] == hidden
 
 
@@ -54,7 +54,7 @@ def test_a_rank_counts_its_drafters_gpu_first_and_then_its_targets(
 def test_with_cached_features_no_targets_gpu_is_kept() -> None:
     environ.clear()
     config = _config(["cuda:1", "cuda:2"], ["cuda:0"], "cached")
-    assert see_only(places_of(config, 1), environ) == {"cpu": "cpu", "cuda:2": "cuda:0"}
+    assert see_only(places_of(config, 1), pytest.fail, environ) == {"cpu": "cpu", "cuda:2": "cuda:0"}
     assert environ[VISIBLE] == "2"
 
 
@@ -64,8 +64,9 @@ def test_a_driver_that_was_asked_before_hides_nothing_and_the_names_stay(
 ) -> None:
     monkeypatch.setattr(own_gpus, "_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    told = dict(given)
-    seen = see_only(places_of(_config(["cuda:3"], ["cuda:2"]), 0), told)
+    told, said = dict(given), list[str]()
+    seen = see_only(places_of(_config(["cuda:3"], ["cuda:2"]), 0), said.append, told)
+    assert said == ["train: cuda:3 and cuda:2 keep their numbers, so code that others compiled is compiled again"]
     assert seen == {"cpu": "cpu", "cuda:3": "cuda:3", "cuda:2": "cuda:2"} and told == given
 
 
@@ -74,14 +75,17 @@ def test_of_two_gpus_that_would_only_change_places_nothing_tells_whether_they_di
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(own_gpus, "_count", lambda: pytest.fail("nothing is hidden"))
-    told: dict[str, str] = {}
-    seen = see_only(places_of(_config(["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]), 1), told)
+    told, said = dict[str, str](), list[str]()
+    config = _config(["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"])
+    assert see_only(places_of(config, 0), pytest.fail, told)["cuda:1"] == "cuda:1"  # as they would be anyway
+    seen = see_only(places_of(config, 1), said.append, told)
+    assert len(said) == 1 and "cuda:1 and cuda:0 keep their numbers" in said[0]
     assert seen == {"cpu": "cpu", "cuda:1": "cuda:1", "cuda:0": "cuda:0"} and not told
 
 
 def test_ranks_of_the_cpu_leave_the_driver_alone() -> None:
     told: dict[str, str] = {}
-    assert see_only(places_of(_config(["cpu", "cpu"], ["cpu"]), 1), told) == {"cpu": "cpu"} and not told
+    assert see_only(places_of(_config(["cpu", "cpu"], ["cpu"]), 1), pytest.fail, told) == {"cpu": "cpu"} and not told
 
 
 def test_people_are_told_the_names_of_the_configuration() -> None:
