@@ -1,4 +1,4 @@
-"""What every record of a benchmark says first: when, of which source, by which command, on what. And where it may go."""
+"""What every record of a benchmark says first: when, of which source, by which command, on what; where it may go."""
 
 from __future__ import annotations
 
